@@ -1,0 +1,136 @@
+"""Rules across keys: combinations that each field alone cannot see. All problems are collected."""
+
+from __future__ import annotations
+
+import re
+
+from leantune.config.grid import refusal
+from leantune.config.layers import parse_layers, parse_position
+from leantune.config.schema import LoraMethod, LoreftMethod, RunConfig
+
+
+def cross_check(config: RunConfig) -> list[str]:
+    """Every problem of a configuration whose fields are valid one by one."""
+    problems: list[str] = []
+    reason = refusal(config.method.name, config.base.name, config.strategy.name)
+    if reason:
+        problems.append(
+            f"method {config.method.name} × base {config.base.name} × strategy "
+            f"{config.strategy.name} is refused: {reason}"
+        )
+    problems += _check_method(config)
+    problems += _check_batches(config)
+    problems += _check_strategy(config)
+    problems += _check_schedule(config)
+    problems += _check_data(config)
+    problems += _check_eval(config)
+    return problems
+
+
+def _check_method(config: RunConfig) -> list[str]:
+    method, problems = config.method, list[str]()
+    if isinstance(method, LoraMethod | LoreftMethod):
+        try:
+            parse_layers(method.layers)
+        except ValueError as error:
+            problems.append(f"method.layers: {error}")
+    if isinstance(method, LoreftMethod):
+        try:
+            parse_position(method.position)
+        except ValueError as error:
+            problems.append(f"method.position: {error}")
+    if isinstance(method, LoraMethod) and isinstance(method.target_modules, str):
+        try:
+            re.compile(method.target_modules)
+        except re.error as error:
+            problems.append(
+                f"method.target_modules: {method.target_modules!r} is not a regular expression: {error}"
+            )
+    if isinstance(method, LoraMethod) and method.target_modules == ():
+        problems.append("method.target_modules: the list is empty; nothing would be trained")
+    return problems
+
+
+def _check_batches(config: RunConfig) -> list[str]:
+    train, devices = config.train, config.strategy.devices
+    per_pass = train.micro_batch_size * devices
+    if train.global_batch_size is None:
+        return []
+    if train.gradient_accumulation_steps is not None:
+        product = per_pass * train.gradient_accumulation_steps
+        if product != train.global_batch_size:
+            return [
+                f"train.global_batch_size: {train.global_batch_size} is not micro_batch_size "
+                f"{train.micro_batch_size} × devices {devices} × gradient_accumulation_steps "
+                f"{train.gradient_accumulation_steps} = {product}; set one of the two"
+            ]
+    elif train.global_batch_size % per_pass:
+        return [
+            f"train.global_batch_size: {train.global_batch_size} is not a multiple of micro_batch_size "
+            f"{train.micro_batch_size} × devices {devices} = {per_pass}; change one of the three"
+        ]
+    return []
+
+
+def _check_strategy(config: RunConfig) -> list[str]:
+    strategy = config.strategy
+    if strategy.name == "ddp" and strategy.devices % strategy.nodes:
+        return [
+            f"strategy.devices: {strategy.devices} is not a multiple of strategy.nodes {strategy.nodes}"
+        ]
+    return []
+
+
+def _check_schedule(config: RunConfig) -> list[str]:
+    problems: list[str] = []
+    schedule, optimizer = config.train.schedule, config.train.optimizer
+    if schedule.warmup_steps is not None and schedule.warmup_share is not None:
+        problems.append("train.schedule: warmup_steps and warmup_share are both set; set one of the two")
+    if schedule.name == "constant" and schedule.floor != 0.0:
+        problems.append("train.schedule.floor: a constant schedule has no floor; use linear or cosine")
+    if config.train.max_steps and schedule.warmup_steps and schedule.warmup_steps > config.train.max_steps:
+        problems.append(
+            f"train.schedule.warmup_steps: {schedule.warmup_steps} is more than train.max_steps "
+            f"{config.train.max_steps}"
+        )
+    unused = {
+        "adamw": ("momentum", "rho"),
+        "adam": ("momentum", "rho"),
+        "sgd": ("betas", "eps", "rho"),
+        "adadelta": ("betas", "momentum"),
+    }[optimizer.name]
+    for key in sorted(optimizer.model_fields_set & set(unused)):
+        default = type(optimizer).model_fields[key].default
+        if getattr(optimizer, key) != default:
+            problems.append(f"train.optimizer.{key}: {optimizer.name} has no {key}; remove the key")
+    if any(not 0.0 <= beta < 1.0 for beta in optimizer.betas):
+        problems.append(f"train.optimizer.betas: {list(optimizer.betas)} must lie in [0, 1)")
+    return problems
+
+
+def _check_data(config: RunConfig) -> list[str]:
+    data, problems = config.data, list[str]()
+    if data.validation is not None and data.validation_share:
+        problems.append("data.validation and data.validation_share are both set; set one of the two")
+    if (data.train == "dummy") != (data.format == "dummy") and data.format != "auto":
+        problems.append("data.format: dummy goes with data.train: dummy, and with no other source")
+    if data.train in ("dummy", "text-to-sql") and data.columns:
+        problems.append(f"data.columns: {data.train} has no columns to map")
+    return problems
+
+
+def _check_eval(config: RunConfig) -> list[str]:
+    problems: list[str] = []
+    has_validation = config.data.validation is not None or config.data.validation_share > 0
+    if config.eval.early_stop_patience and not has_validation:
+        problems.append(
+            "eval.early_stop_patience: there are no validation records; "
+            "set data.validation or data.validation_share"
+        )
+    if config.eval.every_steps and not has_validation:
+        problems.append(
+            "eval.every_steps: there are no validation records; set data.validation or data.validation_share"
+        )
+    if not config.output.checkpoints and config.output.checkpoint_every_steps:
+        problems.append("output.checkpoint_every_steps: output.checkpoints is false; nothing would be saved")
+    return problems

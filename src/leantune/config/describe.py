@@ -1,0 +1,76 @@
+"""The schema as help text and as JSON schema; both come from the field descriptions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from leantune.config.schema import RunConfig
+
+
+def _sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes that a field may hold (several for method and strategy)."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in _sections_of(part)]
+
+
+def iterate_fields(
+    section: type[BaseModel] = RunConfig, prefix: str = "", tag: str | None = None
+) -> Iterator[tuple[str, str | None, FieldInfo]]:
+    """All leaf keys as (dotted key, value of the axis it belongs to or None, field)."""
+    for name, field in section.model_fields.items():
+        children = _sections_of(field.annotation)
+        if not children:
+            yield f"{prefix}{name}", tag, field
+        for child in children:
+            child_tag = str(child.model_fields["name"].default) if len(children) > 1 else tag
+            yield from iterate_fields(child, f"{prefix}{name}.", child_tag)
+
+
+def known_keys(tag: str | None = None) -> list[str]:
+    """All dotted keys; with `tag`, without those that belong to other values of an axis."""
+    return [key for key, owner, _ in iterate_fields() if tag is None or owner in (None, tag)]
+
+
+def help_text() -> str:
+    """Every key with its type, default and description, grouped by section."""
+    lines: list[str] = []
+    seen: set[tuple[str, str | None]] = set()
+    section = ""
+    for key, tag, field in iterate_fields():
+        head = key.split(".")[0]
+        if head != section:
+            section = head
+            lines += ["", f"{section}: {RunConfig.model_fields[section].description}"]
+        if (key, tag) in seen:
+            continue
+        seen.add((key, tag))
+        owner = f" [{tag}]" if tag else ""
+        lines.append(f"  {key}{owner} = {_default(field)}")
+        lines.append(f"      {field.description}")
+    return "\n".join(lines).strip("\n")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        return "{}"
+    if field.default is PydanticUndefined:
+        return "(required)"
+    default: Any = field.default
+    if isinstance(default, tuple):
+        default = list(default)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    return json.dumps(default) if not isinstance(default, str) else default
+
+
+def json_schema() -> str:
+    """The JSON schema of a run file, for editors."""
+    schema = RunConfig.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "leantune run"
+    return json.dumps(schema, indent=2)

@@ -1,0 +1,22 @@
+"""The one table of cells of method × base × strategy that are refused, and why.
+
+A cell that is not listed works. Rules that depend on more than the three names live in
+`checks.py`.
+"""
+
+from __future__ import annotations
+
+METHODS = ("full", "lora", "loreft")
+BASES = ("dense",)
+STRATEGIES = ("single", "ddp")
+
+# (method, base, strategy) -> reason; "*" stands for every value of that axis.
+REFUSED: dict[tuple[str, str, str], str] = {}
+
+
+def refusal(method: str, base: str, strategy: str) -> str | None:
+    """The reason why this cell is refused, or None if it works."""
+    for cell, reason in REFUSED.items():
+        if all(a in ("*", b) for a, b in zip(cell, (method, base, strategy), strict=True)):
+            return reason
+    return None

@@ -1,0 +1,261 @@
+"""Batched and streamed decoding with any attached method.
+
+Padding is left padding, masked by length. The model's own `generation_config.json` is set
+aside while decoding, so that only what the caller asked for decides.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import Queue
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from leantune.errors import ConfigError, DataError
+from leantune.generate.prompts import PromptBatch, encode_prompts, left_pad, pad_id, stop_ids
+from leantune.generate.sampling import Sampling
+from leantune.methods.protocol import Attached
+
+__all__ = ["Sampling", "generate", "stream"]
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    attached: Attached | None = None,
+    batch_size: int = 16,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[str]:
+    """Continue rendered prompts; answers come in the order of the prompts, without end tokens.
+
+    `on_progress(done, total)` counts prompts. Raises `DataError` for a prompt that is empty or
+    too long for the model.
+    """
+    if isinstance(prompts, str):
+        raise DataError("prompts is one string; expected a list of strings")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size: {batch_size} is out of range; expected at least 1")
+    decoder = _Decoder.of(model, tokenizer, sampling, attached)
+    encoded = encode_prompts(model, tokenizer, prompts, sampling.max_new_tokens)
+    # The longest come first: if memory is short, it shows in the first batch.
+    order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]))
+    answers = [""] * len(encoded)
+    with _evaluating(model), _seeded(sampling, decoder.device):
+        for begin in range(0, len(order), batch_size):
+            chosen = order[begin : begin + batch_size]
+            for index, tokens in zip(chosen, decoder.run([encoded[i] for i in chosen]), strict=True):
+                answers[index] = decoder.text(tokens)
+            if on_progress is not None:
+                on_progress(min(begin + batch_size, len(order)), len(order))
+    return answers
+
+
+def stream(
+    model: Any, tokenizer: Any, prompt: str, sampling: Sampling, attached: Attached | None = None
+) -> Generator[str, None, None]:
+    """Yield the answer to one prompt piece by piece; joined, the pieces are what `generate` returns.
+
+    The model works in a thread; its errors are raised here, and closing the iterator stops it.
+    """
+    if sampling.num_beams > 1:
+        raise ConfigError(
+            f"num_beams: {sampling.num_beams} cannot be streamed, since beams change their minds; "
+            "set num_beams to 1, or generate the whole answer"
+        )
+    decoder = _Decoder.of(model, tokenizer, sampling, attached)
+    encoded = encode_prompts(model, tokenizer, [prompt], sampling.max_new_tokens)
+    return _stream(model, decoder, encoded)
+
+
+def _stream(model: Any, decoder: _Decoder, encoded: list[list[int]]) -> Generator[str, None, None]:
+    pieces = _Pieces(decoder)
+
+    def work() -> None:
+        try:
+            with _evaluating(model), _seeded(decoder.sampling, decoder.device):
+                decoder.run(encoded, pieces)
+            pieces.queue.put(None)
+        except BaseException as error:  # whatever it is, it belongs to the consumer
+            pieces.queue.put(error)
+
+    worker = threading.Thread(target=work, name="leantune-stream", daemon=True)
+    worker.start()
+    try:
+        while (piece := pieces.queue.get()) is not None:
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+    finally:
+        pieces.stopped.set()
+        worker.join()
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """What all batches of one call share."""
+
+    model: Any
+    tokenizer: Any
+    sampling: Sampling
+    attached: Attached
+    stops: frozenset[int]
+    pad: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, sampling: Sampling, attached: Attached | None) -> _Decoder:
+        return cls(
+            model,
+            tokenizer,
+            sampling,
+            attached if attached is not None else Attached("none", model),
+            frozenset(stop_ids(model, tokenizer)),
+            pad_id(model, tokenizer),
+            model.get_input_embeddings().weight.device,
+        )
+
+    def run(self, encoded: Sequence[Sequence[int]], pieces: _Pieces | None = None) -> list[list[int]]:
+        """Generated tokens of one batch, each up to its first stop token."""
+        batch = left_pad(encoded, self.pad, self.device)
+        beams = self.sampling.num_beams
+        # Beams are rows of the batch from the prefill on, so the edits need their positions too.
+        lengths, starts = (t.repeat_interleave(beams) for t in (batch.lengths, batch.starts))
+        with self._explicit_config(), self.attached.edits(lengths, starts):
+            output: Tensor = self.model.generate(
+                input_ids=batch.tokens,
+                attention_mask=batch.mask,
+                logits_processor=self._processors(batch),
+                stopping_criteria=StoppingCriteriaList([_Stopped(pieces.stopped)] if pieces else []),
+                streamer=pieces,
+            )
+        return [self._until_stop(row) for row in output[:, batch.tokens.shape[1] :].tolist()]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _until_stop(self, tokens: list[int]) -> list[int]:
+        end = next((i for i, token in enumerate(tokens) if token in self.stops), len(tokens))
+        return tokens[:end]
+
+    def _processors(self, batch: PromptBatch) -> LogitsProcessorList:
+        penalty, beams = self.sampling.repetition_penalty, self.sampling.num_beams
+        if penalty == 1:
+            return LogitsProcessorList()
+        return LogitsProcessorList([_RepetitionPenalty(penalty, batch.starts.repeat_interleave(beams))])
+
+    @contextmanager
+    def _explicit_config(self) -> Iterator[None]:
+        """Exactly these settings: `generate` fills every gap from the model's own configuration."""
+        s = self.sampling
+        drawn = {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k} if s.samples else {}
+        own = self.model.generation_config
+        self.model.generation_config = GenerationConfig(
+            max_new_tokens=s.max_new_tokens,
+            num_beams=s.num_beams,
+            do_sample=s.samples,
+            eos_token_id=sorted(self.stops) or None,
+            pad_token_id=self.pad,
+            use_cache=True,
+            **drawn,
+        )
+        try:
+            yield
+        finally:
+            self.model.generation_config = own
+
+
+class _RepetitionPenalty(LogitsProcessor):
+    """Divides positive and multiplies negative logits of tokens already seen (arXiv 1909.05858).
+
+    Unlike the one of transformers it leaves padding out, so a prompt answers the same in any batch.
+    """
+
+    def __init__(self, penalty: float, starts: Tensor) -> None:
+        self.penalty = penalty
+        self.starts = starts
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids: int64 [B, T]; scores: [B, V]."""
+        real = torch.arange(input_ids.shape[1], device=input_ids.device) >= self.starts[:, None]
+        seen = torch.zeros_like(scores, dtype=torch.int64).scatter_add_(1, input_ids, real.long()) > 0
+        penalised = torch.where(scores > 0, scores / self.penalty, scores * self.penalty)
+        return torch.where(seen, penalised, scores)
+
+
+class _Stopped(StoppingCriteria):
+    """Ends generation when the consumer of a stream has gone."""
+
+    def __init__(self, stopped: threading.Event) -> None:
+        self.stopped = stopped
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        del scores, kwargs
+        return torch.full((input_ids.shape[0],), self.stopped.is_set(), device=input_ids.device)
+
+
+class _Pieces(BaseStreamer):
+    """Turns tokens into text that never has to be taken back: half a character waits for its rest."""
+
+    def __init__(self, decoder: _Decoder) -> None:
+        self.queue: Queue[str | BaseException | None] = Queue()
+        self.stopped = threading.Event()
+        self._decoder = decoder
+        self._tokens: list[int] = []
+        self._sent = ""
+        self._prompt_seen = False
+        self._ended = False
+
+    def put(self, value: Tensor) -> None:
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        for token in value.flatten().tolist():
+            self._ended = self._ended or token in self._decoder.stops
+            if not self._ended:
+                self._tokens.append(token)
+        text = self._decoder.text(self._tokens)
+        if text.startswith(self._sent) and not text.endswith("\ufffd"):
+            self._send(text)
+
+    def end(self) -> None:
+        self._send(self._decoder.text(self._tokens))
+
+    def _send(self, text: str) -> None:
+        if len(text) > len(self._sent):
+            self.queue.put(text[len(self._sent) :])
+            self._sent = text
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every module gets its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _seeded(sampling: Sampling, device: torch.device) -> Iterator[None]:
+    """Draw from `sampling.seed`, and leave the caller's random state as it was."""
+    if sampling.seed is None or not sampling.samples:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(sampling.seed)
+        yield

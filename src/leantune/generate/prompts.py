@@ -1,0 +1,112 @@
+"""From prompt strings to left-padded token batches, and the tokens at which an answer ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+
+from leantune.errors import DataError
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Left-padded prompts.
+
+    tokens: int64 [B, T]; mask: int64 [B, T], 0 on padding; lengths: int64 [B], tokens of each
+    prompt; starts: int64 [B], index of its first token.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    lengths: Tensor
+    starts: Tensor
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """Tokens of one rendered prompt, with exactly one BOS where the tokenizer or the text has one."""
+    bos = tokenizer.bos_token
+    written = bool(bos) and prompt.startswith(bos)
+    tokens: list[int] = tokenizer(prompt, add_special_tokens=not written)["input_ids"]
+    if not written and tokens and tokens[-1] == tokenizer.eos_token_id:
+        # Some tokenizers close every text with EOS; an open prompt must not end with it.
+        bare: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if bare[-1:] != tokens[-1:]:
+            return tokens[:-1]
+    return tokens
+
+
+def encode_prompts(
+    model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int
+) -> list[list[int]]:
+    """Tokens of all prompts; raises `DataError` for a prompt that is empty or leaves no room to answer."""
+    limit = max_positions(model)
+    encoded: list[list[int]] = []
+    for number, prompt in enumerate(prompts, start=1):
+        name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+        tokens = encode_prompt(tokenizer, prompt) if prompt else []
+        if not tokens:
+            raise DataError(f"{name} is empty ({prompt!r}); expected text to continue")
+        if limit is not None and len(tokens) >= limit:
+            raise DataError(
+                f"{name} has {len(tokens)} tokens, but the model has {limit} positions for prompt and "
+                f"answer; shorten it: {prompt[:60]!r}"
+            )
+        if limit is not None and len(tokens) + max_new_tokens > limit:
+            raise DataError(
+                f"{name} has {len(tokens)} tokens and max_new_tokens is {max_new_tokens}, together more "
+                f"than the model's {limit} positions; set max_new_tokens to at most "
+                f"{limit - len(tokens)}, or shorten the prompt: {prompt[:60]!r}"
+            )
+        encoded.append(tokens)
+    return encoded
+
+
+def max_positions(model: Any) -> int | None:
+    """Longest sequence the model has positions for, in tokens; None if it names no limit."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def left_pad(encoded: Sequence[Sequence[int]], pad: int, device: torch.device) -> PromptBatch:
+    """One batch of prompts that all end at the same column; the mask comes from lengths, not from ids."""
+    lengths = torch.tensor([len(tokens) for tokens in encoded])
+    width = int(lengths.max())
+    tokens = torch.tensor([[pad] * (width - len(row)) + list(row) for row in encoded])
+    starts = width - lengths
+    mask = (torch.arange(width)[None, :] >= starts[:, None]).long()
+    return PromptBatch(*(tensor.to(device) for tensor in (tokens, mask, lengths, starts)))
+
+
+def pad_id(model: Any, tokenizer: Any) -> int:
+    """A token id to fill padding with; any id that has an embedding row does, as padding is masked."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    known = tokenizer.pad_token_id
+    return known if known is not None and known < rows else 0
+
+
+def stop_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Tokens that end an answer: every EOS of the model and tokenizer, and the end-of-turn token."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    found = {configured} if isinstance(configured, int) else set(configured or ())
+    return (found | {tokenizer.eos_token_id, _end_of_turn(tokenizer)}) - {None}
+
+
+def _end_of_turn(tokenizer: Any) -> int | None:
+    """The special token that the chat template puts after an assistant's message, if it has one."""
+    if not tokenizer.chat_template:
+        return None
+    answer = "<<the answer>>"
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except (TemplateError, ValueError):  # a template that wants more than two plain turns tells nothing
+        return None
+    _, _, after = text.rpartition(answer)
+    tokens: list[int] = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    return tokens[0] if tokens and tokens[0] in special else None

@@ -1,0 +1,117 @@
+"""What every method offers to the loop, to checkpoints and to generation.
+
+A method is one file of this folder with a function `attach(model, *, seed, **settings)` that
+prepares the model in place and returns an `Attached`. If it saves an adapter, it also has
+`CONFIG_FILE` and `settings_from(config)`, the way back from the saved configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leantune.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """A trained adapter as it goes to disk: a JSON configuration and named tensors."""
+
+    config_file: str
+    config: dict[str, Any]
+    tensors_file: str
+    tensors: dict[str, Tensor]
+
+
+class Attached:
+    """A method attached to a model: which parameters it owns, and its part in a step.
+
+    The defaults are those of a method that is nothing but parameters.
+    """
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.name = name
+        self.model = model
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by a name that is stable across runs."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def decay_free(self) -> set[str]:
+        """Names that weight decay must leave alone; by default vectors (norms, biases)."""
+        return {name for name, parameter in self.trainable().items() if parameter.ndim < 2}
+
+    def edits(
+        self, prompt_lengths: Tensor, prompt_starts: Tensor | None = None
+    ) -> AbstractContextManager[None]:
+        """Forward passes inside this context edit these prompts.
+
+        prompt_lengths: int64 [B], tokens of each prompt; prompt_starts: int64 [B], index of the
+        first one (more than 0 with left padding). With a KV cache, only the first forward
+        pass of the context (the prefill) is edited.
+        """
+        del prompt_lengths, prompt_starts
+        return nullcontext()
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Forward passes inside this context are those of the untouched model."""
+        return nullcontext()
+
+    def num_edited(self, prompt_length: int) -> int | None:
+        """How many tokens of a prompt this method edits; None if it does not go by position."""
+        del prompt_length
+        return None
+
+    def before_step(self) -> None:
+        """Called after gradients are summed over ranks, before clipping and the optimizer."""
+
+    def after_step(self) -> None:
+        """Called after the optimizer or a load has changed the parameters."""
+
+    def describe(self) -> list[str]:
+        """Lines for the user: what was matched."""
+        return []
+
+    def export(self) -> AdapterFiles | None:
+        """The adapter as it is saved; None if the method saves a whole model."""
+        return None
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], origin: str) -> None:
+        """Give the parameters the values of an export; names and shapes must match exactly.
+
+        Raises `CheckpointError` naming what is missing, unexpected, or of another shape.
+        """
+        files = self.export()
+        expected = files.tensors if files else {}
+        missing = sorted(expected.keys() - tensors.keys())
+        unexpected = sorted(tensors.keys() - expected.keys())
+        shapes = [
+            f"{name} is {tuple(tensors[name].shape)}, expected {tuple(expected[name].shape)}"
+            for name in expected.keys() & tensors.keys()
+            if tensors[name].shape != expected[name].shape
+        ]
+        problems = [f"missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
+        if unexpected:
+            problems.append(f"matching nothing in the model: {', '.join(unexpected[:5])} ({len(unexpected)} in all)")
+        problems += sorted(shapes)[:5]
+        if problems:
+            raise CheckpointError(f"{origin} does not fit this model; " + "; ".join(problems))
+        for name, parameter in expected.items():  # the export holds the parameters' own storage
+            parameter.copy_(tensors[name])
+        self.after_load()
+
+    def after_load(self) -> None:
+        """Called after `load` has given the parameters new values."""
+
+
+def named_generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator that depends on the seed and the name alone: equal on every rank, in any order."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -1,0 +1,41 @@
+"""Finds a method by the name of its file, and a saved adapter's method by its files."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from leantune import methods
+from leantune.methods.protocol import Attached
+
+_NOT_METHODS = {"protocol", "registry"}
+
+
+def method_names() -> list[str]:
+    """All methods, in alphabetical order."""
+    return sorted(m.name for m in pkgutil.iter_modules(methods.__path__) if m.name not in _NOT_METHODS)
+
+
+def attach(name: str, model: nn.Module, settings: Mapping[str, Any], seed: int) -> Attached:
+    """Attach a method to a model whose weights are frozen.
+
+    `settings` are the keys of the run's `method` section without its name. The new
+    parameters depend on `seed` and on their names alone, not on the process.
+    """
+    return importlib.import_module(f"leantune.methods.{name}").attach(model, seed=seed, **settings)
+
+
+def attach_saved(config_file: str, model: nn.Module, config: Mapping[str, Any]) -> Attached | None:
+    """Attach the method whose adapters have a configuration file of this name (None: no method has).
+
+    The parameters are new; `Attached.load` gives them the saved values.
+    """
+    for name in method_names():
+        module = importlib.import_module(f"leantune.methods.{name}")
+        if getattr(module, "CONFIG_FILE", None) == config_file:
+            return module.attach(model, seed=0, **module.settings_from(config))
+    return None

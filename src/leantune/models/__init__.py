@@ -1,0 +1,1 @@
+"""Reading a checkpoint and finding the parts of any Hugging Face decoder."""

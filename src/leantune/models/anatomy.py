@@ -1,0 +1,138 @@
+"""The parts of any Hugging Face decoder: blocks, linear layers, head. No list of model classes."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from leantune.errors import ModelError
+
+LINEAR_TYPES = (nn.Linear, Conv1D)
+
+
+def text_config(model: nn.Module) -> Any:
+    """The configuration of the language part of the model."""
+    config: Any = model.config
+    return config.get_text_config(decoder=True)
+
+
+def decoder_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The decoder blocks in order, by full module name.
+
+    They are the module list with as many members as the configuration has hidden layers;
+    of several such lists the one with most parameters. Raises `ModelError` if there is none.
+    """
+    num_layers = int(text_config(model).num_hidden_layers)
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    ]
+    if not lists:
+        raise ModelError(
+            f"{type(model).__name__}: found no list of {num_layers} decoder blocks "
+            "(config.num_hidden_layers); this model cannot be adapted by layer"
+        )
+    name, blocks = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    return {f"{name}.{index}": block for index, block in enumerate(blocks)}
+
+
+def select_blocks(model: nn.Module, layers: Sequence[int] | None) -> dict[str, nn.Module]:
+    """The blocks of these layers (None: all); raises `ModelError` for a layer that does not exist."""
+    blocks = decoder_blocks(model)
+    if layers is None:
+        return blocks
+    names = list(blocks)
+    for layer in layers:
+        if layer >= len(names):
+            raise ModelError(
+                f"method.layers: layer {layer} does not exist; the model has {len(names)} layers, "
+                f"0 to {len(names) - 1}"
+            )
+    return {names[layer]: blocks[names[layer]] for layer in layers}
+
+
+def output_head(model: nn.Module) -> nn.Module:
+    """The projection to the vocabulary; raises `ModelError` if the model has none."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # pyright: ignore[reportCallIssue]
+    if not isinstance(head, nn.Module):
+        raise ModelError(f"{type(model).__name__} has no output head; a causal language model is needed")
+    return head
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int]:
+    """(in features, out features) of a linear layer, GPT-2's transposed one included."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    rows, columns = module.weight.shape  # pyright: ignore[reportGeneralTypeIssues]
+    return int(rows), int(columns)
+
+
+def linears(model: nn.Module) -> dict[str, nn.Module]:
+    """All linear layers but the output head, by full module name."""
+    head = output_head(model)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LINEAR_TYPES) and module is not head
+    }
+
+
+def match_linears(
+    model: nn.Module, targets: str | Sequence[str], layers: Sequence[int] | None
+) -> dict[str, nn.Module]:
+    """The linear layers that `targets` names, within `layers` (None: all of them).
+
+    `targets` is `all-linear`, a regular expression over full names, or a list of names and
+    suffixes. Names are compared whole, component by component. Raises `ModelError` for a
+    target that matches nothing, or that matches in some of the chosen layers only.
+    """
+    candidates = linears(model)
+    prefixes = [f"{name}." for name in select_blocks(model, layers)]
+    if layers is not None:
+        candidates = {n: m for n, m in candidates.items() if any(n.startswith(p) for p in prefixes)}
+    if isinstance(targets, str):
+        pattern = re.compile(".*" if targets == "all-linear" else targets)
+        matched = {name for name in candidates if pattern.fullmatch(name)}
+        if not matched:
+            raise ModelError(_no_match(targets, candidates))
+    else:
+        matched = {name for target in targets for name in _match_one(target, candidates, prefixes)}
+    return {name: module for name, module in candidates.items() if name in matched}
+
+
+def _match_one(target: str, candidates: Iterable[str], prefixes: Sequence[str]) -> list[str]:
+    names = [name for name in candidates if name == target or name.endswith(f".{target}")]
+    if not names:
+        raise ModelError(_no_match(target, candidates))
+    names_a_layer = any(part.isdigit() for part in target.split("."))
+    hit = [any(name.startswith(prefix) for name in names) for prefix in prefixes]
+    if any(hit) and not all(hit) and not names_a_layer:
+        layers = [int(prefix.split(".")[-2]) for prefix, found in zip(prefixes, hit, strict=True) if found]
+        raise ModelError(
+            f"method.target_modules: {target!r} exists in {len(layers)} of {len(prefixes)} layers only; "
+            f"to train just those, set method.layers to {';'.join(map(str, layers))}"
+        )
+    return names
+
+
+def _no_match(target: str, candidates: Iterable[str]) -> str:
+    suffixes = sorted({name.rpartition(".")[2] for name in candidates})
+    close = difflib.get_close_matches(target.rpartition(".")[2], suffixes, 1, 0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return (
+        f"method.target_modules: {target!r} matches no linear layer{hint} "
+        f"(linear layers here: {', '.join(suffixes)})"
+    )
+
+
+def summarise_names(names: Iterable[str]) -> str:
+    """`q_proj ×30, v_proj ×30`: how many modules of each last name there are."""
+    counts = Counter(name.rpartition(".")[2] for name in names)
+    return ", ".join(f"{name} ×{count}" for name, count in counts.items())

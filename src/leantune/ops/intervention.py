@@ -1,0 +1,53 @@
+"""Edits of hidden states (ReFT, arXiv 2404.03592) and their orthonormal factor.
+
+Legend: n edited positions, d hidden size, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: x,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+def loreft_delta(
+    hidden_nd: Tensor, rotation_dr: Tensor, weight_rd: Tensor, bias_r: Tensor, activation: str = "linear"
+) -> Tensor:
+    """What LoReFT adds to the hidden states: R (act(W h + b) - Rᵀ h), equation 3 of the paper. [n, d]"""
+    source = ACTIVATIONS[activation](F.linear(hidden_nd, weight_rd, bias_r))
+    return (source - hidden_nd @ rotation_dr) @ rotation_dr.t()
+
+
+@torch.no_grad()
+def orthonormalise(matrix_dr: Tensor) -> Tensor:
+    """The columns made orthonormal by two rounds of Cholesky QR: r × r work, no d × d tensor.
+
+    The second round brings the error of an ill-conditioned input down to rounding.
+    Raises `torch.linalg.LinAlgError` if the columns are linearly dependent.
+    """
+    for _ in range(2):
+        gram_rr = matrix_dr.t() @ matrix_dr
+        factor = torch.linalg.cholesky(gram_rr)
+        matrix_dr = torch.linalg.solve_triangular(factor, matrix_dr.t(), upper=False).t()
+    return matrix_dr.contiguous()
+
+
+@torch.no_grad()
+def tangent(gradient_dr: Tensor, rotation_dr: Tensor) -> Tensor:
+    """The gradient on the manifold of orthonormal frames: G - R sym(Rᵀ G).
+
+    It has no part that would only stretch or shear the frame (Edelman, Arias and Smith
+    1998, equation 2.53 with the embedded metric).
+    """
+    inner = rotation_dr.t() @ gradient_dr
+    return gradient_dr - rotation_dr @ (0.5 * (inner + inner.t()))
