@@ -1,1 +1,71 @@
-"""x"""
+"""leantune: fine-tune large language models on the hardware you have.
+
+    import leantune
+    result = leantune.train("run.yaml", ["train.epochs=2"])
+    model = leantune.load(result.folder)
+    print(model.generate("How many singers are older than 30?"))
+
+Importing the package imports no torch; the first use of a verb does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from leantune.config import RunConfig
+from leantune.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LaunchError,
+    LeantuneError,
+    ModelError,
+    NumericsError,
+)
+
+if TYPE_CHECKING:
+    from leantune.api import Model, RunResult, Sampling, compare, evaluate, generate, load, merge, resume, train
+
+__version__ = "0.1.0"
+
+_FROM_API = (
+    "Model",
+    "RunResult",
+    "Sampling",
+    "compare",
+    "evaluate",
+    "generate",
+    "load",
+    "merge",
+    "resume",
+    "train",
+)
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "LaunchError",
+    "LeantuneError",
+    "Model",
+    "ModelError",
+    "NumericsError",
+    "RunConfig",
+    "RunResult",
+    "Sampling",
+    "compare",
+    "evaluate",
+    "generate",
+    "load",
+    "merge",
+    "resume",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FROM_API:
+        import importlib
+
+        return getattr(importlib.import_module("leantune.api"), name)
+    raise AttributeError(f"module 'leantune' has no attribute {name!r}")

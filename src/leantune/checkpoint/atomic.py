@@ -118,7 +118,7 @@ def manifest_entries(path: Path) -> dict[str, dict[str, Any]]:
             f"{MANIFEST} has format version {version!r}; this version of leantune reads {FORMAT_VERSION}"
         )
     entries = cast("dict[str, Any]", manifest).get("files")
-    if not isinstance(entries, dict) or not all(_is_entry(e) for e in cast("dict[str, Any]", entries).values()):
+    if not isinstance(entries, dict) or not all(map(_is_entry, cast("dict[str, Any]", entries).values())):
         raise CheckpointError(f"{MANIFEST} does not list files with their size and sha256")
     return cast("dict[str, dict[str, Any]]", entries)
 

@@ -52,6 +52,8 @@ def load_optimizer(
     if the class, the parameter names, a shape or a dtype is not the same.
     """
     targets = _by_name(optimizer, names)
+    if not {"class", "parameters"} <= scalars.keys():
+        raise CheckpointError("the checkpoint holds no optimizer state that leantune wrote")
     saved: Mapping[str, Any] = scalars["parameters"]
     if scalars["class"] != type(optimizer).__name__:
         raise CheckpointError(
@@ -129,7 +131,7 @@ def _placed(value: Tensor, key: str, parameter: Parameter, group: Mapping[str, A
         return value.detach().to(parameter.device, copy=True)
     # The strides must be the parameter's own: fused kernels walk both memories side by side.
     made = torch.empty_like(parameter, dtype=value.dtype, memory_format=torch.preserve_format)
-    return made.detach().copy_(value)
+    return made.copy_(value)
 
 
 def _listed(items: list[str], limit: int = 8) -> str:

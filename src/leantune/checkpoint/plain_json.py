@@ -28,11 +28,6 @@ def decode(data: bytes) -> Any:
     return json.loads(data, object_hook=_untag)
 
 
-def same(left: Any, right: Any) -> bool:
-    """Whether two values have the same encoding; NaN equals NaN here."""
-    return encode(left) == encode(right)
-
-
 def _tag(value: Any, place: str) -> Any:
     if value is None or type(value) in (bool, int, str):
         return value
@@ -44,7 +39,9 @@ def _tag(value: Any, place: str) -> Any:
         mapping = cast("Mapping[Any, Any]", value)
         for key in mapping:
             if type(key) is not str or key == _TAG:
-                raise CheckpointError(f"{place or 'the state'} has the key {key!r}; keys must be plain strings")
+                raise CheckpointError(
+                    f"{place or 'the state'} has the key {key!r}; keys must be plain strings"
+                )
         return {key: _tag(item, f"{place}.{key}" if place else key) for key, item in mapping.items()}
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise CheckpointError(

@@ -6,14 +6,15 @@ not depend on the number of processes. `best.json` names the best one.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -177,14 +178,18 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def _compare(path: Path, tensors: dict[str, Tensor], plain: bytes, folder: Path) -> None:
     """Raise if what lies in `folder` differs from memory in a single bit."""
-    loaded, state = _read(folder)
-    different = sorted(tensors.keys() ^ loaded.keys())
-    different += [name for name in tensors if name in loaded and not _same_bits(tensors[name], loaded[name])]
-    if plain_json.encode(state) != plain:
+    with _reading(folder), safe_open(folder / TENSORS, "pt") as file:
+        different = sorted(tensors.keys() ^ set(file.keys()))
+    for name in tensors.keys() - different:
+        # Opened anew for each tensor: pages of a mapped file count as memory until it is closed.
+        with _reading(folder), safe_open(folder / TENSORS, "pt") as file:
+            if not _same_bits(tensors[name], file.get_tensor(name)):
+                different.append(name)
+    if (folder / STATE).read_bytes() != plain or plain_json.encode(plain_json.decode(plain)) != plain:
         different.append(STATE)
     if different:
         raise CheckpointError(
-            f"{path} was not kept: read back from disk, {', '.join(different[:5])}"
+            f"{path} was not kept: read back from disk, {', '.join(sorted(different)[:5])}"
             f"{' and others' if len(different) > 5 else ''} differ from memory; check the disk"
         )
 
@@ -197,11 +202,17 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
+    with _reading(path):
         tensors = load_file(path / TENSORS)
         state: Any = plain_json.decode((path / STATE).read_bytes())
-    except (OSError, SafetensorError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path / STATE} is not a mapping")
-    return tensors, state
+    return tensors, cast("dict[str, Any]", state)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from leantune.config.checks import cross_check
 from leantune.config.describe import known_keys
+from leantune.config.grid import METHODS, STRATEGIES
 from leantune.config.schema import RunConfig
 from leantune.config.yaml import parse_yaml_value, read_yaml
 from leantune.errors import ConfigError
@@ -71,15 +73,40 @@ def validate(
     tree = _with_world_size(dict(tree), environ or {})
     config: RunConfig | None = None
     try:
-        config = RunConfig.model_validate(tree)
+        config = checked = RunConfig.model_validate(tree)
     except ValidationError as error:
-        found += [_describe(item, lines or {}) for item in error.errors()]
-    if config is not None:
-        found += cross_check(config)
-        found += _check_world_size(config, environ or {})
+        found += _unique(_describe(item, lines or {}) for item in error.errors())
+        checked = _without(tree, [item["loc"] for item in error.errors()])
+    if checked is not None:
+        found += cross_check(checked)
+        found += _check_world_size(checked, environ or {})
     if found or config is None:
         raise ConfigError(found, source)
     return config
+
+
+def _without(tree: Tree, places: Iterable[tuple[int | str, ...]]) -> RunConfig | None:
+    """The configuration without its invalid keys, so that rules across the other keys are still checked."""
+    tree = copy.deepcopy(tree)
+    for place in places:
+        keys = _keys(place)
+        node: Any = tree
+        for key in keys[:-1]:
+            node = node.get(key) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            cast(Tree, node).pop(keys[-1], None)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError:
+        return None
+
+
+def _unique(lines: Iterable[str]) -> list[str]:
+    """One line for each key: a field that may be text or a list would complain twice."""
+    kept: dict[str, str] = {}
+    for line in lines:
+        kept.setdefault(line.partition(": ")[0], line)
+    return list(kept.values())
 
 
 def _with_world_size(tree: Tree, environ: Mapping[str, str]) -> Tree:
@@ -106,11 +133,8 @@ def _check_world_size(config: RunConfig, environ: Mapping[str, str]) -> list[str
 
 def _describe(error: Any, lines: Mapping[str, int]) -> str:
     """One pydantic error as `key (line N): value, what was expected, the fix`."""
-    tags = {"full", "lora", "loreft", "single", "ddp"}
     parts = [str(part) for part in error["loc"]]
-    # A discriminated union puts the tag behind the section's name; it is not a key.
-    keys = [p for i, p in enumerate(parts) if not (i == 1 and parts[0] in _UNIONS and p in tags)]
-    keys = [key for key in keys if key not in _VARIANTS]
+    keys = _keys(error["loc"])
     dotted = ".".join(keys)
     line = lines.get(dotted)
     where = f"{dotted} (line {line})" if line else dotted
@@ -137,8 +161,15 @@ def _describe(error: Any, lines: Mapping[str, int]) -> str:
     return f"{where}: {error['input']!r} is not valid: {message.replace('input ', '')}"
 
 
+def _keys(place: Sequence[int | str]) -> list[str]:
+    """The keys of a place in the tree, without what pydantic adds: tags of unions, names of variants."""
+    parts = [str(part) for part in place]
+    tagged = parts[0] in _UNIONS and len(parts) > 1 and parts[1] in METHODS + STRATEGIES
+    parts = [parts[0], *parts[2:]] if tagged else parts
+    return [part for part in parts if part != "str" and "[" not in part and not part.isdigit()]
+
+
 _UNIONS = ("method", "strategy")
-_VARIANTS = ("str", "function-before[_as_tuple(), tuple[str, ...]]", "function-before[_as_tuple(), tuple[int, ...]]")
 
 
 def _did_you_mean(dotted: str, parts: list[str]) -> str:

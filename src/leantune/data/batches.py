@@ -103,7 +103,9 @@ def deal(num_chunks: int, rank: int, world_size: int) -> list[int]:
     return mine
 
 
-def collate(records: EncodedRecords, indices: Sequence[int] | IntArray, pad_id: int, seed: int = 0) -> MicroBatch:
+def collate(
+    records: EncodedRecords, indices: Sequence[int] | IntArray, pad_id: int, seed: int = 0
+) -> MicroBatch:
     """Tensors of some records. Padding is known by position, never by its id."""
     rows = [records[int(index)] for index in indices]
     width = max(len(row.tokens) for row in rows)

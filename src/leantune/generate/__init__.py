@@ -1,7 +1,7 @@
-"""Decoding: batches of prompts, one streamed answer, a conversation."""
+"""Decoding: batched, streamed, and as a conversation. Calling the package is the verb `leantune.generate`."""
 
-from leantune.generate.chat import ChatSession, run_chat
-from leantune.generate.decode import generate, stream
-from leantune.generate.sampling import Sampling
+import sys
 
-__all__ = ["ChatSession", "Sampling", "generate", "run_chat", "stream"]
+from leantune.verbs import VerbPackage
+
+sys.modules[__name__].__class__ = VerbPackage

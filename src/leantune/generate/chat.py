@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from typing import Any
 
@@ -32,6 +32,7 @@ class ChatSession:
         attached: Attached | None = None,
         system: str | None = None,
         render: Render | None = None,
+        stop_token_ids: Iterable[int] = (),
     ) -> None:
         if render is None and not tokenizer.chat_template:
             raise ModelError(
@@ -42,6 +43,7 @@ class ChatSession:
         self.tokenizer = tokenizer
         self.sampling = sampling
         self.attached = attached
+        self.stop_token_ids = tuple(stop_token_ids)
         self.messages: list[Message] = []
         self._render = render or self._chat_template
         self.restart(system)
@@ -67,7 +69,7 @@ class ChatSession:
         answer, finished = "", False
         try:
             # A stream that is left half-way must stop its thread now, not when it is collected.
-            with closing(stream(self.model, self.tokenizer, prompt, self.sampling, self.attached)) as pieces:
+            with closing(self._stream(prompt)) as pieces:
                 for piece in pieces:
                     answer += piece
                     yield piece
@@ -75,6 +77,16 @@ class ChatSession:
         finally:
             if answer or finished:
                 self.messages += [question, {"role": "assistant", "content": answer}]
+
+    def _stream(self, prompt: str) -> Generator[str, None, None]:
+        return stream(
+            self.model,
+            self.tokenizer,
+            prompt,
+            self.sampling,
+            self.attached,
+            stop_token_ids=self.stop_token_ids,
+        )
 
     def _chat_template(self, messages: list[Message]) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -7,7 +7,7 @@ aside while decoding, so that only what the caller asked for decides.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Queue
@@ -34,19 +34,21 @@ def generate(
     sampling: Sampling,
     *,
     attached: Attached | None = None,
+    stop_token_ids: Iterable[int] = (),
     batch_size: int = 16,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[str]:
     """Continue rendered prompts; answers come in the order of the prompts, without end tokens.
 
-    `on_progress(done, total)` counts prompts. Raises `DataError` for a prompt that is empty or
+    `stop_token_ids` end an answer besides the EOS of model and tokenizer and the end-of-turn
+    token of the chat template. `on_progress(done, total)` counts prompts. Raises `DataError` for a prompt that is empty or
     too long for the model.
     """
     if isinstance(prompts, str):
         raise DataError("prompts is one string; expected a list of strings")
     if batch_size < 1:
         raise ConfigError(f"batch_size: {batch_size} is out of range; expected at least 1")
-    decoder = _Decoder.of(model, tokenizer, sampling, attached)
+    decoder = _Decoder.of(model, tokenizer, sampling, attached, stop_token_ids)
     encoded = encode_prompts(model, tokenizer, prompts, sampling.max_new_tokens)
     # The longest come first: if memory is short, it shows in the first batch.
     order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]))
@@ -62,7 +64,13 @@ def generate(
 
 
 def stream(
-    model: Any, tokenizer: Any, prompt: str, sampling: Sampling, attached: Attached | None = None
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    sampling: Sampling,
+    attached: Attached | None = None,
+    *,
+    stop_token_ids: Iterable[int] = (),
 ) -> Generator[str, None, None]:
     """Yield the answer to one prompt piece by piece; joined, the pieces are what `generate` returns.
 
@@ -73,7 +81,7 @@ def stream(
             f"num_beams: {sampling.num_beams} cannot be streamed, since beams change their minds; "
             "set num_beams to 1, or generate the whole answer"
         )
-    decoder = _Decoder.of(model, tokenizer, sampling, attached)
+    decoder = _Decoder.of(model, tokenizer, sampling, attached, stop_token_ids)
     encoded = encode_prompts(model, tokenizer, [prompt], sampling.max_new_tokens)
     return _stream(model, decoder, encoded)
 
@@ -114,13 +122,20 @@ class _Decoder:
     device: torch.device
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, sampling: Sampling, attached: Attached | None) -> _Decoder:
+    def of(
+        cls,
+        model: Any,
+        tokenizer: Any,
+        sampling: Sampling,
+        attached: Attached | None,
+        stop_token_ids: Iterable[int],
+    ) -> _Decoder:
         return cls(
             model,
             tokenizer,
             sampling,
             attached if attached is not None else Attached("none", model),
-            frozenset(stop_ids(model, tokenizer)),
+            frozenset(stop_ids(model, tokenizer)) | frozenset(stop_token_ids),
             pad_id(model, tokenizer),
             model.get_input_embeddings().weight.device,
         )
@@ -199,7 +214,7 @@ class _Stopped(StoppingCriteria):
     def __init__(self, stopped: threading.Event) -> None:
         self.stopped = stopped
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         del scores, kwargs
         return torch.full((input_ids.shape[0],), self.stopped.is_set(), device=input_ids.device)
 

@@ -10,6 +10,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
+from leantune.data.tokens import SegmentEncoder
 from leantune.errors import DataError
 
 
@@ -27,29 +28,18 @@ class PromptBatch:
     starts: Tensor
 
 
-def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Tokens of one rendered prompt, with exactly one BOS where the tokenizer or the text has one."""
-    bos = tokenizer.bos_token
-    written = bool(bos) and prompt.startswith(bos)
-    tokens: list[int] = tokenizer(prompt, add_special_tokens=not written)["input_ids"]
-    if not written and tokens and tokens[-1] == tokenizer.eos_token_id:
-        # Some tokenizers close every text with EOS; an open prompt must not end with it.
-        bare: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if bare[-1:] != tokens[-1:]:
-            return tokens[:-1]
-    return tokens
-
-
 def encode_prompts(
     model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int
 ) -> list[list[int]]:
-    """Tokens of all prompts; raises `DataError` for a prompt that is empty or leaves no room to answer."""
+    """Tokens of all prompts as training has them, with one BOS where the tokenizer puts one.
+
+    Raises `DataError` for a prompt that is empty or leaves no room to answer.
+    """
     limit = max_positions(model)
-    encoded: list[list[int]] = []
-    for number, prompt in enumerate(prompts, start=1):
+    encoded = SegmentEncoder(tokenizer).encode_prompts(prompts)
+    for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True), start=1):
         name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-        tokens = encode_prompt(tokenizer, prompt) if prompt else []
-        if not tokens:
+        if not prompt or not tokens:
             raise DataError(f"{name} is empty ({prompt!r}); expected text to continue")
         if limit is not None and len(tokens) >= limit:
             raise DataError(
@@ -62,7 +52,6 @@ def encode_prompts(
                 f"than the model's {limit} positions; set max_new_tokens to at most "
                 f"{limit - len(tokens)}, or shorten the prompt: {prompt[:60]!r}"
             )
-        encoded.append(tokens)
     return encoded
 
 

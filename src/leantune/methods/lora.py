@@ -62,6 +62,14 @@ class AttachedLora(Attached):
         self.targets = dict(targets)
         self.settings = settings
         self.target_modules = _shortest_targets(model, targets)
+        self._hooks = [m.register_forward_hook(_update_output) for m in targets.values() if hasattr(m, "lora")]
+
+    def detach(self) -> None:
+        """Take the factors off the model."""
+        for hook in self._hooks:
+            hook.remove()
+        for module in self.targets.values():
+            del module.lora
 
     def factors(self) -> dict[str, LoraFactors]:
         """The factors by the full name of their linear layer."""
@@ -132,7 +140,6 @@ def attach(
     for name, module in targets.items():
         factors = LoraFactors(*linear_sizes(module), rank, scale, dropout, named_generator(seed, name))
         module.add_module("lora", factors.to(next(module.parameters()).device))
-        module.register_forward_hook(_update_output)
     return AttachedLora(model, targets, settings)
 
 

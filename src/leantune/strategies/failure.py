@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,13 +54,14 @@ def in_worker() -> bool:
 
 def is_peer_lost(error: BaseException) -> bool:
     """Whether the error says no more than that another rank has gone away."""
-    if isinstance(error, LeantuneError):
+    if not isinstance(error, RuntimeError):
+        # All errors of torch.distributed are RuntimeErrors; a BrokenPipeError may come from a closed stdout.
         return False
     return type(error).__name__ in _PEER_LOST_TYPES or _PEER_LOST.search(str(error)) is not None
 
 
 @contextmanager
-def worker_errors() -> Iterator[None]:
+def worker_errors() -> Generator[None, None, None]:
     """Wrap all of a worker's work: an exception is reported, then the process exits non-zero at once.
 
     Outside a worker exceptions pass through. Also a decorator: `@worker_errors()`.
@@ -117,15 +118,16 @@ def _describe(error: Exception) -> Failure:
     now = time.time()
     if is_peer_lost(error):
         message = "lost contact with another rank, which failed or was stopped"
-        return Failure(rank, now, message, own=False, details=f" ({_first_line(error)})")
+        return Failure(rank, now, message, own=False, details=f" ({_first_sentence(error)})")
     if isinstance(error, LeantuneError):
         return Failure(rank, now, str(error))
     trace = "".join(traceback.format_exception(error)).rstrip()
     return Failure(rank, now, f"{type(error).__name__}: {error}", details=f"\n\n{trace}")
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+def _first_sentence(error: Exception) -> str:
+    """Torch adds advice to its messages; the fact comes first."""
+    return next(iter(str(error).splitlines()), type(error).__name__).partition(". ")[0]
 
 
 def _write_elastic(failure: Failure) -> None:

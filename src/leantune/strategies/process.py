@@ -12,7 +12,7 @@ import socket
 import struct
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,15 @@ def broadcast_object(value: T) -> T:
     return values[0]
 
 
+def gather_objects(value: T) -> list[T]:
+    """The values of all ranks in the order of ranks, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def barrier() -> None:
     """Wait until every rank is here."""
     if dist.is_initialized():
@@ -167,6 +176,6 @@ def _join_error(error: Exception, store: str | None) -> Exception:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     return LaunchError(
-        f"the processes did not meet on {place} ({reason}); check that all of them were started with the same "
-        "number of devices and nodes, and that rank 0 can listen on that port and the others can reach it"
+        f"the processes did not meet on {place} ({reason}); check that all of them were started with the "
+        "same number of devices and nodes, and that rank 0 can listen there and the others can reach it"
     )

@@ -63,6 +63,8 @@ class StopRequest:
             self._first_time = now
             if self._announce:
                 # Not print: the handler may have interrupted a print on the same buffered stream.
-                os.write(2, b"stopping after this step; press Ctrl-C again to abort\n")
+                # On a terminal the line already holds ^C or a progress bar.
+                start = b"\n" if os.isatty(2) else b""
+                os.write(2, start + b"stopping after this step; press Ctrl-C again to abort\n")
         elif number == signal.SIGINT and now - self._first_time > _SAME_PRESS_SECONDS:
             raise KeyboardInterrupt

@@ -1,0 +1,5 @@
+"""`python -m leantune` is `leantune`; torchrun starts it this way."""
+
+from leantune.cli.main import main
+
+raise SystemExit(main())

@@ -1,0 +1,171 @@
+"""The verbs of the command line as typed functions, for notebooks and programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from leantune.checkpoint.merge import merge_run
+from leantune.checkpoint.run_folder import CONFIG, RunFolder
+from leantune.checkpoint.trained import Trained, load_trained
+from leantune.config import RunConfig, load_config, validate
+from leantune.config.resume import resumed_config
+from leantune.data.examples import Example
+from leantune.errors import ConfigError
+from leantune.evaluate.compare import Comparison
+from leantune.evaluate.compare import compare as compare_answers
+from leantune.evaluate.run import Evaluation, evaluate_model
+from leantune.generate.decode import generate as decode
+from leantune.generate.decode import stream as decode_stream
+from leantune.generate.sampling import Sampling
+from leantune.train.session import RunResult, resume_run, start_run
+
+Notify = Callable[[dict[str, Any]], None]
+ConfigLike = RunConfig | Mapping[str, Any] | str | Path
+
+
+class Model:
+    """A loaded model with its adapter. `trained` gives access to the Hugging Face model and tokenizer."""
+
+    def __init__(self, trained: Trained) -> None:
+        self.trained = trained
+        self.name = trained.name
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        sampling: Sampling | None = None,
+        *,
+        batch_size: int = 16,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[str]:
+        """Answers to user prompts, rendered with the template that the model was trained with."""
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        rendered = [self.trained.template.user_prompt(text) for text in texts]
+        return self.complete(rendered, sampling, batch_size=batch_size, on_progress=on_progress)
+
+    def complete(
+        self,
+        rendered: Sequence[str],
+        sampling: Sampling | None = None,
+        *,
+        batch_size: int = 16,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[str]:
+        """Continuations of prompts that are rendered already."""
+        return decode(
+            self.trained.model,
+            self.trained.tokenizer,
+            rendered,
+            sampling or Sampling(),
+            attached=self.trained.attached,
+            batch_size=batch_size,
+            on_progress=on_progress,
+        )
+
+    def stream(self, prompt: str, sampling: Sampling | None = None) -> Iterator[str]:
+        """The answer to one user prompt, piece by piece."""
+        rendered = self.trained.template.user_prompt(prompt)
+        parts = self.trained
+        return decode_stream(parts.model, parts.tokenizer, rendered, sampling or Sampling(), parts.attached)
+
+    def example_prompt(self, example: Example) -> str:
+        """The rendered prompt of a record."""
+        return self.trained.template.prompt(example)
+
+
+def train(
+    config: ConfigLike,
+    overrides: Sequence[str] = (),
+    *,
+    name: str | None = None,
+    notify: Notify | None = None,
+    quiet: bool = False,
+    node_rank: int = 0,
+    rdzv_endpoint: str | None = None,
+) -> RunResult | None:
+    """Train as a run file, a mapping of plain values, or a `RunConfig` says.
+
+    `notify` is called with each row of metrics when one process trains. Returns None on ranks
+    that were interrupted. Raises `ConfigError` with every problem of the configuration.
+    """
+    if isinstance(config, str | Path):
+        parsed = load_config(config, overrides, os.environ)
+        name = name or Path(config).stem
+    elif isinstance(config, RunConfig):
+        if overrides:
+            raise ConfigError("overrides go with a run file; change the RunConfig itself instead")
+        parsed = config
+    else:
+        parsed = validate(config, os.environ)
+    node = {"node_rank": node_rank, "rdzv_endpoint": rdzv_endpoint}
+    return start_run(parsed, name or parsed.method.name, notify=notify, quiet=quiet, **node)
+
+
+def resume(
+    run: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    notify: Notify | None = None,
+    quiet: bool = False,
+    node_rank: int = 0,
+    rdzv_endpoint: str | None = None,
+) -> RunResult | None:
+    """Continue an interrupted run; `overrides` may change where it runs, not what it computes."""
+    folder = RunFolder.open(run)
+    config = resumed_config(folder.path / CONFIG, overrides, os.environ)
+    node = {"node_rank": node_rank, "rdzv_endpoint": rdzv_endpoint}
+    return resume_run(folder, config, notify=notify, quiet=quiet, **node)
+
+
+def load(path: str | Path, *, base: str | None = None, device: str = "auto", template: str | None = None) -> Model:
+    """Load a run folder, an adapter folder, a model folder, a hub id, or `demo` for use."""
+    return Model(load_trained(path, base, device, template))
+
+
+def generate(
+    path: str | Path, prompts: str | Sequence[str], sampling: Sampling | None = None, **options: Any
+) -> list[str]:
+    """Load and answer; `options` are those of `load`."""
+    return load(path, **options).generate(prompts, sampling)
+
+
+def evaluate(
+    path: str | Path | Model,
+    data: str | None = None,
+    metrics: Sequence[str] = (),
+    **options: Any,
+) -> Evaluation:
+    """Score a model on records; see `leantune.evaluate.run.evaluate_model` for the options."""
+    model = path if isinstance(path, Model) else load(path)
+    return evaluate_model(model.trained, data, metrics, **options)
+
+
+def compare(
+    prompts: Sequence[str], models: Sequence[str | Path], sampling: Sampling | None = None, base: str | None = None
+) -> Comparison:
+    """Answers of several models side by side; the word `base` stands for the base model of the first run."""
+    named = [str(path) for path in models]
+    if len(set(named)) != len(named):
+        raise ConfigError(f"the same model is named twice: {', '.join(named)}")
+    columns = {
+        name: load(_base_of(named, base) if name == "base" else name).generate(prompts, sampling) for name in named
+    }
+    return compare_answers(prompts, columns)
+
+
+def merge(run: str | Path, target: str | Path, *, base: str | None = None) -> list[str]:
+    """Write a run's or adapter's weights into a copy of its base model; returns lines of what was checked."""
+    return merge_run(Path(run), Path(target), base)
+
+
+def _base_of(models: Sequence[str], base: str | None) -> str:
+    if base is not None:
+        return base
+    for name in models:
+        if (Path(name) / CONFIG).is_file():
+            return load_config(Path(name) / CONFIG).model.name
+    raise ConfigError("base: no run is named beside it, so there is no telling which model it is; use --base MODEL")
+

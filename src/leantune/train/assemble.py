@@ -1,0 +1,209 @@
+"""Puts the parts of a run together on one rank. The order is law: base, method, placement, optimizer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from leantune.bases import load_base
+from leantune.checkpoint.optimizer_state import load_optimizer, optimizer_tensors
+from leantune.checkpoint.run_folder import RunFolder
+from leantune.checkpoint.store import Checkpoint, CheckpointStore
+from leantune.config.schema import RunConfig
+from leantune.data.records import EncodedRecords
+from leantune.errors import CheckpointError, ConfigError, DataError, ModelError
+from leantune.methods import Attached, attach
+from leantune.models.source import resolve_model
+from leantune.strategies.process import World, all_equal
+from leantune.strategies.stop import StopRequest
+from leantune.train.events import Events, peak_memory_gib
+from leantune.train.optimizer import build_optimizer, build_schedule
+from leantune.train.run import LoopSettings, TrainState, Run
+from leantune.train.steps import plan_steps
+
+_PARAMETERS = "parameters/"
+
+
+def device_kind(config: RunConfig) -> Literal["cpu", "cuda"]:
+    """Where the run computes; raises `ConfigError` if cuda is asked for and there is none."""
+    if config.train.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device: cuda, but torch sees no CUDA device; use auto or cpu")
+    if config.train.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.train.device
+
+
+def uses_bf16(config: RunConfig, device: torch.device) -> bool:
+    """Whether frozen weights and compute are in bf16 on this device."""
+    if config.train.precision == "auto":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return config.train.precision == "bf16_mixed"
+
+
+def assemble(
+    config: RunConfig,
+    folder: RunFolder,
+    world: World,
+    tokenizer: PreTrainedTokenizerBase,
+    events: Events,
+    stop: StopRequest,
+) -> tuple[Run, Callable[[TrainState], Checkpoint | None]]:
+    """Build the model, attach the method, make the optimizer.
+
+    Returns the run and a function that restores the newest complete checkpoint into it.
+    """
+    train_records, validation_records = load_records(folder)
+    model, attached = _build_model(config, world)
+    _check_positions(attached, train_records)
+    _check_same_on_all_ranks(model)
+    plan = plan_steps(config.train, len(train_records), config.strategy.devices)
+    optimizer = build_optimizer(
+        attached.trainable(),
+        attached.decay_free(),
+        learning_rate=config.train.learning_rate,
+        **config.train.optimizer.model_dump(),
+    )
+    schedule = config.train.schedule
+    store = CheckpointStore(folder.checkpoints, config.output.keep_checkpoints)
+    names = {parameter: name for name, parameter in attached.trainable().items()}
+
+    def save(state: TrainState, best: bool) -> None:
+        if not config.output.checkpoints or not world.is_main:
+            return
+        tensors = {f"{_PARAMETERS}{name}": p.detach() for name, p in attached.trainable().items()}
+        states, scalars = optimizer_tensors(optimizer, names)
+        values = {"train": asdict(state), "optimizer": scalars, "plan": asdict(plan)}
+        store.save(state.step, {**tensors, **states}, values, best=best)
+        events.message(f"checkpoint saved: {store.path_of(state.step)}")
+
+    def restore(state: TrainState) -> Checkpoint | None:
+        checkpoint, lines = store.newest()
+        for line in lines:
+            events.message(line)
+        if checkpoint is not None:
+            _load_parameters(attached, checkpoint)
+            load_optimizer(optimizer, names, checkpoint.tensors, checkpoint.state["optimizer"])
+            state.__dict__.update(checkpoint.state["train"])
+        return checkpoint
+
+    run = Run(
+        world=world,
+        model=model,
+        attached=attached,
+        optimizer=optimizer,
+        schedule=build_schedule(
+            schedule.name, config.train.learning_rate, plan.total_steps, plan.warmup_steps, schedule.floor
+        ),
+        sum_over_ranks=importlib.import_module(f"leantune.strategies.{config.strategy.name}").sum_over_ranks,
+        train_records=train_records,
+        validation_records=validation_records,
+        pad_id=_pad_id(tokenizer),
+        plan=plan,
+        settings=_loop_settings(config, world),
+        events=events,
+        stop=stop,
+        save_checkpoint=save,
+        peak_memory_gib=lambda: peak_memory_gib(world.device),
+    )
+    return run, restore
+
+
+def load_records(folder: RunFolder) -> tuple[EncodedRecords, EncodedRecords | None]:
+    """The encoded records of a run: training and, if there are any, validation."""
+    validation = folder.records / "validation.safetensors"
+    return (
+        EncodedRecords.load(folder.records / "train.safetensors"),
+        EncodedRecords.load(validation) if validation.exists() else None,
+    )
+
+
+def _build_model(config: RunConfig, world: World) -> tuple[PreTrainedModel, Attached]:
+    section = config.model
+    source = resolve_model(section.name, section.revision, section.trust_remote_code)
+    model = load_base(
+        config.base.name,
+        source,
+        dtype=torch.bfloat16 if uses_bf16(config, world.device) else torch.float32,
+        device=world.device,
+        attention=section.attention,
+    )
+    settings = config.method.model_dump(exclude={"name"})
+    attached = attach(config.method.name, model, settings, config.train.seed)
+    if config.train.activation_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ModelError(
+                f"train.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
+            )
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model, attached
+
+
+def _check_positions(attached: Attached, records: EncodedRecords) -> None:
+    """A method that edits prompt tokens needs records that have some."""
+    edited = [attached.num_edited(int(length)) for length in records.prompt_lengths]
+    if edited and None not in edited and not any(edited):
+        raise DataError(
+            f"method {attached.name} edits prompt tokens, but no record has a prompt of two tokens or more "
+            "(format text has none); use a format with prompts, or another method"
+        )
+
+
+@torch.no_grad()
+def _check_same_on_all_ranks(model: nn.Module) -> None:
+    """Every rank must start from the same weights, frozen and new; compared by checksum."""
+    checksum = 0
+    for index, parameter in enumerate(model.parameters()):
+        words = parameter.detach().contiguous().view(torch.uint8)
+        size = 4 if words.numel() % 4 == 0 else 1
+        total = words.flatten().view(torch.int32 if size == 4 else torch.uint8).sum(dtype=torch.int64)
+        checksum = (checksum * 31 + index + int(total)) % (2**62)
+    if not all_equal(checksum):
+        raise CheckpointError(
+            "the ranks hold different weights before the first step; do all machines have the same "
+            "model files and versions?"
+        )
+
+
+@torch.no_grad()
+def _load_parameters(attached: Attached, checkpoint: Checkpoint) -> None:
+    saved = {n.removeprefix(_PARAMETERS): t for n, t in checkpoint.tensors.items() if n.startswith(_PARAMETERS)}
+    trainable = attached.trainable()
+    differing = sorted(saved.keys() ^ trainable.keys())
+    if differing:
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit this run's method or model; differing names: "
+            f"{', '.join(differing[:5])} ({len(differing)} in all)"
+        )
+    for name, parameter in trainable.items():
+        if saved[name].shape != parameter.shape:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} is {tuple(saved[name].shape)}, expected {tuple(parameter.shape)}"
+            )
+        parameter.copy_(saved[name])
+
+
+def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Any valid id will do: padding is told by position and no label or attention reaches it."""
+    return int(tokenizer.pad_token_id or 0)  # pyright: ignore[reportArgumentType]
+
+
+def _loop_settings(config: RunConfig, world: World) -> LoopSettings:
+    train, section = config.train, config.eval
+    return LoopSettings(
+        seed=train.seed,
+        group_by_length=train.group_by_length,
+        max_grad_norm=train.max_grad_norm,
+        autocast=uses_bf16(config, world.device),
+        eval_every_steps=section.every_steps,
+        eval_micro_batch_size=section.micro_batch_size or train.micro_batch_size,
+        keep_best=section.keep_best,
+        patience=section.early_stop_patience,
+        min_delta=section.early_stop_min_delta,
+        checkpoint_every_steps=config.output.checkpoint_every_steps,
+    )

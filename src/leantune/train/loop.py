@@ -1,0 +1,184 @@
+"""The training loop, from the first step to the last.
+
+One step: the window's micro-batches go forward and backward on the ranks they were dealt to;
+every loss is divided by the supervised tokens of the whole window on all ranks, so the sum
+of all gradients is the gradient of the mean token loss however the window was split; one
+summation over the ranks; one optimizer step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from leantune.data.batches import MicroBatch, Window, deal
+from leantune.errors import NumericsError
+from leantune.strategies.process import gather_objects
+from leantune.train.forward import mean_loss, summed_loss
+from leantune.train.optimizer import set_learning_rate
+from leantune.train.run import TrainState, Run
+
+Ending = Literal["finished", "early_stop", "interrupted"]
+
+
+def train_loop(run: Run, state: TrainState) -> Ending:
+    """Train from `state.step` to the end of the run, or to where it is told to stop."""
+    run.model.train()
+    while state.step < run.plan.total_steps:
+        stop_requested = train_step(run, state)
+        done = state.step
+        improved = evaluate(run, state) if _evaluation_due(run, done) else False
+        early = _out_of_patience(run, state)
+        ending = stop_requested or early or done == run.plan.total_steps
+        if ending or improved or _checkpoint_due(run, done):
+            run.save_checkpoint(state, improved)
+        if early:
+            return "early_stop"
+        if stop_requested and done < run.plan.total_steps:
+            return "interrupted"
+    return "finished"
+
+
+def train_step(run: Run, state: TrainState) -> bool:
+    """One optimizer step on one window. Returns whether any rank was asked to stop."""
+    started = time.perf_counter()
+    window = run.window(state.step)
+    rate = run.schedule(state.step)
+    set_learning_rate(run.optimizer, rate)
+
+    losses: list[tuple[MicroBatch, Tensor]] = []
+    for index in deal(len(window.chunks), run.world.rank, run.world.size):
+        batch = run.micro_batch(window, index, state.step)
+        losses.append((batch, _forward_backward(run, batch, window.supervised_tokens)))
+
+    parameters = list(run.trainable.values())
+    sums = torch.tensor([0.0, float(run.stop.requested)], device=run.world.device)
+    sums[0] = sum((loss for _, loss in losses), start=sums[0])
+    run.sum_over_ranks([*_gradients(parameters), sums])
+    loss = float(sums[0]) / window.supervised_tokens
+    run.attached.before_step()
+    norm = torch.nn.utils.get_total_norm(_gradients(parameters))
+    _check_finite(run, loss, float(norm), losses, window, state.step)
+    if run.settings.max_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, run.settings.max_grad_norm, norm)
+
+    run.optimizer.step()
+    run.attached.after_step()
+    run.optimizer.zero_grad(set_to_none=True)
+    _report_step(run, state, window, loss, rate, float(norm), time.perf_counter() - started)
+    return bool(sums[1] > 0)
+
+
+def _forward_backward(run: Run, batch: MicroBatch, window_tokens: int) -> Tensor:
+    """Gradients of one micro-batch; returns the sum of its token losses."""
+    torch.manual_seed(batch.seed)  # dropout: the same wherever this micro-batch runs
+    with run.attached.edits(batch.prompt_lengths):
+        loss = summed_loss(run.model, batch, run.settings.autocast)
+        (loss / window_tokens).backward()
+    return loss.detach()
+
+
+def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """The gradients; a parameter that this rank's records did not touch has a gradient of zero."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _check_finite(
+    run: Run, loss: float, norm: float, losses: list[tuple[MicroBatch, Tensor]], window: Window, step: int
+) -> None:
+    """Raise the same `NumericsError` on every rank if the loss or the gradient is not finite."""
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    mine = [i for batch, value in losses if not bool(torch.isfinite(value)) for i in batch.sample_ids]
+    culprits = sorted(i for ids in gather_objects(mine) for i in ids)
+    what = "loss" if not math.isfinite(loss) else "gradient norm"
+    if not culprits:  # every loss is finite: the fault lies in backward, somewhere in the window
+        culprits = sorted(int(run.train_records.sample_ids[i]) for chunk in window.chunks for i in chunk)
+    raise NumericsError(
+        f"step {step + 1}: the {what} is {loss if what == 'loss' else norm}; records of the micro-batches "
+        f"concerned (counted from 0): {', '.join(map(str, culprits))}. Nothing was updated in this step. "
+        "Lower train.learning_rate, set train.max_grad_norm, or look at these records"
+    )
+
+
+def _report_step(
+    run: Run, state: TrainState, window: Window, loss: float, rate: float, norm: float, seconds: float
+) -> None:
+    state.step += 1
+    state.tokens += window.total_tokens
+    state.seconds += seconds
+    state.last_loss = loss
+    state.first_loss = loss if state.first_loss is None else state.first_loss
+    run.events.step(
+        {
+            "step": state.step,
+            "epoch": state.step / run.plan.steps_per_epoch,
+            "loss": loss,
+            "learning_rate": rate,
+            "grad_norm": norm,
+            "supervised_tokens": window.supervised_tokens,
+            "total_tokens": window.total_tokens,
+            "tokens_per_second": window.total_tokens / seconds,
+            "padding_share": window.padding_share,
+            "peak_memory_gib": run.peak_memory_gib(),
+            "seconds": state.seconds,
+        }
+    )
+
+
+def evaluate(run: Run, state: TrainState) -> bool:
+    """Measure the validation loss; returns whether it is the best so far."""
+    assert run.validation_records is not None
+    loss, tokens = mean_loss(
+        run.model,
+        run.attached,
+        run.validation_records,
+        device=run.world.device,
+        micro_batch_size=run.settings.eval_micro_batch_size,
+        pad_id=run.pad_id,
+        autocast=run.settings.autocast,
+        rank=run.world.rank,
+        world_size=run.world.size,
+        sum_over_ranks=run.sum_over_ranks,
+    )
+    run.events.evaluation(
+        {
+            "step": state.step,
+            "epoch": state.step / run.plan.steps_per_epoch,
+            "eval_loss": loss,
+            "eval_perplexity": math.exp(min(loss, 700.0)),
+            "eval_tokens": tokens,
+        }
+    )
+    state.last_eval_loss = loss
+    improved = state.best_loss is None or loss < state.best_loss - run.settings.min_delta
+    if improved:
+        state.best_loss, state.best_step, state.stale_evaluations = loss, state.step, 0
+    else:
+        state.stale_evaluations += 1
+    return improved and run.settings.keep_best
+
+
+def _evaluation_due(run: Run, done: int) -> bool:
+    if run.validation_records is None:
+        return False
+    if done == run.plan.total_steps or run.settings.eval_every_steps is None:
+        return run.plan.ends_epoch(done)
+    return done % run.settings.eval_every_steps == 0
+
+
+def _checkpoint_due(run: Run, done: int) -> bool:
+    if run.settings.checkpoint_every_steps is None:
+        return run.plan.ends_epoch(done)
+    return done % run.settings.checkpoint_every_steps == 0
+
+
+def _out_of_patience(run: Run, state: TrainState) -> bool:
+    return run.settings.patience is not None and state.stale_evaluations >= run.settings.patience

@@ -1,0 +1,68 @@
+"""The optimizer and its learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Schedule = Callable[[int], float]
+
+
+def build_optimizer(
+    trainable: Mapping[str, nn.Parameter],
+    decay_free: set[str],
+    *,
+    name: str,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    momentum: float,
+    rho: float,
+) -> torch.optim.Optimizer:
+    """An optimizer over named parameters; weight decay spares those in `decay_free`."""
+    decayed = [p for n, p in trainable.items() if n not in decay_free]
+    spared = [p for n, p in trainable.items() if n in decay_free]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    kinds: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+        "adamw": (torch.optim.AdamW, {"betas": betas, "eps": eps, "fused": True}),
+        "adam": (torch.optim.Adam, {"betas": betas, "eps": eps, "fused": True}),
+        "sgd": (torch.optim.SGD, {"momentum": momentum}),
+        "adadelta": (torch.optim.Adadelta, {"rho": rho, "eps": eps}),
+    }
+    kind, options = kinds[name]
+    return kind(groups, lr=learning_rate, **options)
+
+
+def build_schedule(
+    name: str, learning_rate: float, total_steps: int, warmup_steps: int, floor: float
+) -> Schedule:
+    """The learning rate of step s, counted from 0.
+
+    Warm-up rises in equal parts to the full rate at step warmup_steps - 1; linear and cosine
+    then fall to `floor` times the rate at the end of the run. A constant rate without
+    warm-up is the same number at every step, so nothing is ever set.
+    """
+
+    def rate(step: int) -> float:
+        if step < warmup_steps:
+            return learning_rate * (step + 1) / warmup_steps
+        if name == "constant":
+            return learning_rate
+        progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+        shape = 1.0 - progress if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return learning_rate * (floor + (1.0 - floor) * shape)
+
+    return rate
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the rate of all groups, if it is not that already."""
+    for group in optimizer.param_groups:
+        if group["lr"] != rate:
+            group["lr"] = rate
