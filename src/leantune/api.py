@@ -61,6 +61,7 @@ class Model:
             rendered,
             sampling or Sampling(),
             attached=self.trained.attached,
+            stop_token_ids=self.trained.template.stop_token_ids,
             batch_size=batch_size,
             on_progress=on_progress,
         )
@@ -69,7 +70,10 @@ class Model:
         """The answer to one user prompt, piece by piece."""
         rendered = self.trained.template.user_prompt(prompt)
         parts = self.trained
-        return decode_stream(parts.model, parts.tokenizer, rendered, sampling or Sampling(), parts.attached)
+        stops = parts.template.stop_token_ids
+        return decode_stream(
+            parts.model, parts.tokenizer, rendered, sampling or Sampling(), parts.attached, stop_token_ids=stops
+        )
 
     def example_prompt(self, example: Example) -> str:
         """The rendered prompt of a record."""

@@ -59,7 +59,11 @@ def alive(pid: int) -> bool:
 def parent_of(mode: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A separate process inside `launch`, once both of its workers have written their pids."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PARENT, mode, str(folder)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, mode, str(folder)],
+        # A killed parent cannot remove its private folder.
+        env={**os.environ, "TMPDIR": str(folder)},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     pids: list[int] = []
     try:
@@ -68,10 +72,10 @@ def parent_of(mode: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], 
         yield process, pids
     finally:
         process.kill()
-        process.communicate()
         for pid in pids:
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
+        process.communicate()
 
 
 def test_two_launches_at_once_do_not_clash(tmp_path: Path) -> None:

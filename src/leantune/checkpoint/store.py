@@ -162,6 +162,8 @@ def _ready_to_write(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ready: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise CheckpointError(f"{TENSORS} cannot hold {name}: it is {tensor.layout}, not dense")
         value = tensor.detach().to("cpu").contiguous()
         storage = value.untyped_storage().data_ptr()
         ready[name] = value.clone() if storage in seen else value

@@ -12,7 +12,7 @@ from leantune.bases import load_base
 from leantune.checkpoint.adapter import adapter_base, is_adapter, load_adapter
 from leantune.checkpoint.run_folder import CONFIG, RunFolder
 from leantune.config import RunConfig, load_config
-from leantune.data.templates import Template, load_template
+from leantune.data.templates import Template, make_template
 from leantune.errors import CheckpointError
 from leantune.methods import Attached
 from leantune.models.source import ModelSource, load_tokenizer, resolve_model
@@ -27,6 +27,7 @@ class Trained:
     tokenizer: PreTrainedTokenizerBase
     attached: Attached
     template: Template
+    template_name: str
     config: RunConfig | None
 
 
@@ -50,8 +51,9 @@ def load_trained(
     attached = load_adapter(model, adapter) if adapter else Attached("base", model)
     named = config.model.tokenizer if config else None
     tokenizer = load_tokenizer(source, named)
-    rendered = load_template(*_template_of(config, place, template), tokenizer)
-    return Trained(str(path), model, tokenizer, attached, rendered, config)
+    spec, format, system = _template_of(config, place, template)
+    rendered = make_template(spec, format, tokenizer, system=system)
+    return Trained(str(path), model, tokenizer, attached, rendered, spec, config)
 
 
 def _what(
@@ -87,4 +89,6 @@ def _template_of(config: RunConfig | None, place: Path, template: str | None) ->
     if config is None:
         return "auto", "prompt_completion", None
     facts = RunFolder.open(place).read_json("data.json")
+    if facts["format"] in ("text", "dummy"):  # nothing to render: prompts are continued as they are
+        return "plain", "prompt_completion", None
     return facts["template"], facts["format"], config.data.system

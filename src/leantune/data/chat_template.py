@@ -7,7 +7,7 @@ are learned; what follows (a newline, the next header) is not.
 
 from __future__ import annotations
 
-import os
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -129,7 +129,7 @@ class ChatTemplate(Template):
             return lead, lead, self._first_special(tail)
         middle, _, middle_tail = prompts[1][len(prompts[0]) :].partition(first)
         final, _, last_tail = wholes[1][len(prompts[1]) :].partition(last)
-        return middle, final, self._first_special(os.path.commonprefix([middle_tail, last_tail]))
+        return middle, final, self._first_special(_common_start(middle_tail, last_tail))
 
     def _first_special(self, tail: str) -> str:
         """The tail up to its first special token, "" if it has none."""
@@ -147,6 +147,11 @@ class ChatTemplate(Template):
                 "data.system: the tokenizer's chat template writes no system message; remove the key, or put "
                 "the text into the user messages"
             )
+
+
+def _common_start(first: str, second: str) -> str:
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return "".join(character for character, _ in same)
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:

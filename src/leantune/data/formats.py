@@ -117,7 +117,8 @@ def detect_format(head: list[Row], columns: Mapping[str, str]) -> str:
     problem = f"the records fit {' and '.join(matches)}" if matches else "the records fit no known format"
     raise DataError(
         f"{head[0].where}: {problem}; set data.format, and data.columns if your columns have other names.\n"
-        f"Columns found: {', '.join(sorted(found))}\nFields of each format (optional ones in brackets):\n{needs}"
+        f"Columns found: {', '.join(sorted(found))}\n"
+        f"Fields of each format (optional ones in brackets):\n{needs}"
     )
 
 

@@ -95,8 +95,8 @@ class JinjaTemplate(Template):
             ) from error
         if self.system is not None and self.system.strip() not in text:
             raise DataError(
-                f"data.system: the template {self.path} does not write the system message (it is the first of "
-                "messages, with role system); write it there, or remove the key"
+                f"data.system: the template {self.path} does not write the system message (it is the first "
+                "of messages, with role system); write it there, or remove the key"
             )
         return text
 

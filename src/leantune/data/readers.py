@@ -100,7 +100,8 @@ def _read_json_list(text: str, path: Path) -> Iterator[Row]:
             value, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
             raise DataError(
-                f"{path}:{error.lineno} (record {number}): not valid JSON at column {error.colno}: {error.msg}"
+                f"{path}:{error.lineno} (record {number}): not valid JSON at column {error.colno}: "
+                f"{error.msg}"
             ) from error
         yield Row(_as_object(value, where), where)
         position = _skip(text, position, blank)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from leantune.data.examples import Example, Message
-from leantune.data.formats import prompt_example
+from leantune.data.formats import prompt_example, to_example
+from leantune.data.readers import Row
 from leantune.errors import DataError
 
 if TYPE_CHECKING:
@@ -77,6 +79,16 @@ class Template(ABC):
     def user_prompt(self, text: str) -> str:
         """The prompt of a bare user text, rendered like the records of this format."""
         return self.prompt(prompt_example(self.format, text))
+
+    def render_prompt(
+        self, item: str | Mapping[str, Any], columns: Mapping[str, str] | None = None, *, where: str = "row"
+    ) -> tuple[str, str]:
+        """The prompt of a bare text or a row, and the row's answer ("" if it has none)."""
+        if isinstance(item, str):
+            return self.user_prompt(item), ""
+        row = Row(dict(item), where)
+        example = to_example(row, self.format, columns, require_answer=False)
+        return self.prompt(example), example.answer
 
     @property
     def stop_token_ids(self) -> list[int]:

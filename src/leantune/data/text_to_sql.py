@@ -10,6 +10,7 @@ same result as the right query.
 from __future__ import annotations
 
 import random
+import re
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,7 +83,8 @@ def generate(num_records: int, seed: int, split: Literal["train", "eval"]) -> li
         table = _fill(rng.choice(themes), rng)
         question = KINDS[len(records) % len(KINDS)](table, rng)
         key = (question.text, table.context)
-        if key in seen or not discriminates(table.context, table.setup, question.query, question.near_misses):
+        misses = [*question.near_misses, *_wrong_column(table, question.query)]
+        if key in seen or not discriminates(table.context, table.setup, question.query, misses):
             continue
         seen.add(key)
         failures = 0
@@ -109,6 +111,16 @@ def discriminates(context: str, setup: list[str], query: str, near_misses: list[
         connection.close()
     found = any(value is not None for row in result for value in row)
     return found and all(result != other for other in others)
+
+
+def _wrong_column(table: Table, query: str) -> list[str]:
+    """The query with the spare column in place of the one that was asked for."""
+    spare = table.spare
+    if spare is None:
+        return []
+    wanted = table.number if spare in table.theme.numbers else table.category
+    wrong = re.sub(rf"\b{wanted}\b", spare, query)
+    return [wrong] if wrong != query else []
 
 
 def _literal(value: object) -> str:
@@ -176,6 +188,11 @@ def _by_category(table: Table, rng: random.Random) -> Question:
     return Question(text.format(k=key, t=table.name, c=table.category, v=value), query, misses)
 
 
+def _wrong_signs(condition: str, sign: str) -> list[str]:
+    others = [other for other in ("<", ">", "<=", ">=", "=") if other != sign]
+    return [condition.replace(f" {sign} ", f" {other} ") for other in others]
+
+
 def _article(noun: str) -> str:
     return "an" if noun[0] in "aeiou" else "a"
 
@@ -202,15 +219,16 @@ def _count(table: Table, rng: random.Random) -> Question:
     if rng.random() < 0.5:
         value = rng.choice(table.values[table.category])
         words, condition = f"the {table.category} {value}", f"{table.category} = '{value}'"
-        wrong = condition.replace("=", "!=")
+        wrong = [condition.replace("=", "!=")]
     else:
         sign, n = rng.choice("><"), _threshold(table, rng)
         words = f"{_article(table.measure)} {table.measure} {rng.choice(_COMPARISONS[sign])} {n}"
         condition = f"{table.number} {sign} {n}"
-        wrong = f"{table.number} {'<' if sign == '>' else '>'} {n}"
+        wrong = _wrong_signs(condition, sign)
     text = rng.choice(("How many {t} have {w}?", "Count the {t} with {w}."))
     query = f"SELECT COUNT(*) FROM {table.name} WHERE {condition}"
-    misses = [f"SELECT COUNT(*) FROM {table.name}", query.replace(condition, wrong)]
+    everything = f"SELECT COUNT(*) FROM {table.name}"
+    misses = [everything, *(query.replace(condition, other) for other in wrong)]
     return Question(text.format(t=table.name, w=words), query, misses)
 
 
@@ -229,8 +247,6 @@ def _aggregate(table: Table, rng: random.Random) -> Question:
     text = rng.choice(("What is the {w} {c} of {s}?", "Find the {w} {c} of {s}."))
     query = f"SELECT {name}({table.number}) FROM {table.name}{where}"
     misses = [query.replace(name, other) for other in _AGGREGATES if other != name]
-    if table.spare:
-        misses.append(query.replace(f"({table.number})", f"({table.spare})"))
     if where:
         misses.append(query.removesuffix(where))
     return Question(text.format(w=_AGGREGATES[name], c=table.measure, s=scope), query, misses)
@@ -245,7 +261,7 @@ def _top(table: Table, rng: random.Random) -> Question:
     query = f"SELECT {key} FROM {table.name} ORDER BY {table.number} {order} LIMIT {n}"
     misses = [
         query.replace(order, "ASC" if order == "DESC" else "DESC"),
-        query.replace(f"BY {table.number}", f"BY {table.spare or table.theme.key}"),
+        query.replace(f"BY {table.number}", f"BY {key}"),
         query.removesuffix(f" LIMIT {n}"),
     ]
     return Question(text.format(k=key, n=n, t=table.name, w=word, c=table.measure), query, misses)
@@ -271,8 +287,10 @@ def _groups(table: Table, rng: random.Random) -> Question:
 
 
 def _two_conditions(table: Table, rng: random.Random) -> Question:
-    key, sign, n = table.theme.key, rng.choice("><"), _threshold(table, rng)
-    value, words = rng.choice(table.values[table.category]), rng.choice(_COMPARISONS[sign])
+    key, row, sign = table.theme.key, rng.randrange(NUM_ROWS), rng.choice("><")
+    # Both from one row, so that the second condition can split the rows that fit the first.
+    value, n = table.values[table.category][row], table.values[table.number][row]
+    words = rng.choice(_COMPARISONS[sign])
     text = rng.choice(
         (
             "Show the {k} of {t} whose {c} is {v} and whose {d} is {w} {n}.",
@@ -285,7 +303,7 @@ def _two_conditions(table: Table, rng: random.Random) -> Question:
         query.replace(" AND ", " OR "),
         query.replace(f" AND {second}", ""),
         query.replace(f"{first} AND ", ""),
-        query.replace(f" {sign} ", f" {'<' if sign == '>' else '>'} "),
+        *_wrong_signs(query, sign),
     ]
     measure = table.measure
     shown = text.format(

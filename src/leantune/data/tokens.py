@@ -3,6 +3,9 @@
 Each segment is tokenised by itself and the ids are joined. Tokenising the whole text and looking
 for the boundary afterwards would be wrong wherever a token straddles it ("Answer: " + "42" may
 hold a token " 4"): the model would be trained on a prompt that generation never shows it.
+
+A tokenizer that puts BOS before texts puts it here too, once: not again if the template wrote it,
+and also if a chat template left it out.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ class SegmentEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.eos_id = tokenizer.eos_token_id
+        eos_id = tokenizer.eos_token_id
+        self.eos_id = eos_id if isinstance(eos_id, int) else None
         self.prefix = self._special_prefix()
         tokens = tokenizer.convert_ids_to_tokens(self._tokenize(["a"])[0])
         self._adds_space = str(tokens[0]).startswith(("▁", "Ġ", " "))
@@ -62,7 +66,7 @@ class SegmentEncoder:
             hidden = len(self.prefix) if number == 0 and piece[: len(self.prefix)] == self.prefix else 0
             flags = [False] * hidden + [segment.supervised] * (len(piece) - hidden)
             if segment.eos and self.eos_id is not None:
-                piece, flags = [*piece, int(self.eos_id)], [*flags, segment.supervised]
+                piece, flags = [*piece, self.eos_id], [*flags, segment.supervised]
             ids += piece
             supervised += flags
         if supervised:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from typing import Any
 
+from jinja2 import TemplateError
+
 from leantune.errors import LeantuneError, ModelError
 from leantune.generate.decode import Sampling, stream
 from leantune.methods.protocol import Attached
@@ -89,7 +91,10 @@ class ChatSession:
         )
 
     def _chat_template(self, messages: list[Message]) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, ValueError) as error:
+            raise ModelError(f"the chat template refuses the conversation: {error}") from error
 
 
 def run_chat(session: ChatSession, read_line: Callable[[], str], write: Callable[[str], None]) -> None:

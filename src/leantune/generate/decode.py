@@ -41,8 +41,8 @@ def generate(
     """Continue rendered prompts; answers come in the order of the prompts, without end tokens.
 
     `stop_token_ids` end an answer besides the EOS of model and tokenizer and the end-of-turn
-    token of the chat template. `on_progress(done, total)` counts prompts. Raises `DataError` for a prompt that is empty or
-    too long for the model.
+    token of the chat template. `on_progress(done, total)` counts prompts. Raises `DataError` for
+    a prompt that is empty or too long for the model.
     """
     if isinstance(prompts, str):
         raise DataError("prompts is one string; expected a list of strings")
@@ -167,7 +167,7 @@ class _Decoder:
         penalty, beams = self.sampling.repetition_penalty, self.sampling.num_beams
         if penalty == 1:
             return LogitsProcessorList()
-        return LogitsProcessorList([_RepetitionPenalty(penalty, batch.starts.repeat_interleave(beams))])
+        return LogitsProcessorList([RepetitionPenalty(penalty, batch.starts.repeat_interleave(beams))])
 
     @contextmanager
     def _explicit_config(self) -> Iterator[None]:
@@ -190,7 +190,7 @@ class _Decoder:
             self.model.generation_config = own
 
 
-class _RepetitionPenalty(LogitsProcessor):
+class RepetitionPenalty(LogitsProcessor):
     """Divides positive and multiplies negative logits of tokens already seen (arXiv 1909.05858).
 
     Unlike the one of transformers it leaves padding out, so a prompt answers the same in any batch.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from leantune.checkpoint.adapter import save_trained
 from leantune.checkpoint.run_folder import RunFolder
 from leantune.config import RunConfig, load_config, to_yaml
-from leantune.data.prepare import prepare_data, show_example
+from leantune.data.prepare import prepare_data
+from leantune.data.show import show_example, show_example_styled
 from leantune.errors import CheckpointError
 from leantune.models.source import check_vocabulary, load_config as load_model_config, load_tokenizer, resolve_model
 from leantune.strategies.failure import in_worker, worker_errors
@@ -24,6 +27,7 @@ from leantune.train.events import Events, memory_baseline
 from leantune.train.loop import train_loop
 from leantune.train.run import TrainState, Run
 from leantune.train.steps import plan_steps
+from leantune.train.trackers import check_trackers
 
 Notify = Callable[[dict[str, Any]], None]
 
@@ -49,6 +53,7 @@ class RunResult:
 
 def prepare_run(config: RunConfig, name: str, say: Callable[[str], None] = print) -> RunFolder:
     """Read and encode the data, check it against the model, create the run folder. No weights are loaded."""
+    check_trackers(config.output.trackers)
     section = config.model
     source = resolve_model(section.name, section.revision, section.trust_remote_code)
     model_config = load_model_config(source)
@@ -57,7 +62,11 @@ def prepare_run(config: RunConfig, name: str, say: Callable[[str], None] = print
     prepared = prepare_data(config.data, tokenizer, config.train.seed)
     for line in prepared.report:
         say(line)
-    say(show_example(prepared.train, tokenizer))
+    say("an encoded record (what carries loss is marked):")
+    if say is print and sys.stdout.isatty():
+        Console().print(show_example_styled(prepared.train, tokenizer))
+    else:
+        say(show_example(prepared.train, tokenizer))
     plan = plan_steps(config.train, len(prepared.train), config.strategy.devices)
     say(
         f"{plan.total_steps} steps of {plan.global_batch_size} records "

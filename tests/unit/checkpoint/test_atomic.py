@@ -15,10 +15,17 @@ from pathlib import Path
 import pytest
 
 from leantune.checkpoint import atomic
-from leantune.checkpoint.atomic import MANIFEST, check_folder, clean_stale, remove_folder, write_file, write_folder
+from leantune.checkpoint.atomic import (
+    MANIFEST,
+    check_folder,
+    clean_stale,
+    remove_folder,
+    write_file,
+    write_folder,
+)
 from leantune.errors import CheckpointError
 
-DEAD = 2**22 - 3  # above the largest process number that Linux gives out by default
+DEAD = 2**22 + 5  # above the largest process number that Linux gives out
 
 
 def filler(text: str) -> Callable[[Path], None]:
@@ -90,7 +97,9 @@ def test_a_full_disk_is_named_with_the_path_and_the_fix(tmp_path: Path) -> None:
     def fill(folder: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(CheckpointError, match=r"cannot write .*target: No space left on device; free some space"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot write .*target: No space left on device; free some space"
+    ):
         write_folder(tmp_path / "target", fill)
     assert names(tmp_path) == []
 

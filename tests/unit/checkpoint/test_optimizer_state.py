@@ -40,7 +40,9 @@ def train(named: Mapping[str, Parameter], optimizer: torch.optim.Optimizer, step
         for index, (name, parameter) in enumerate(sorted(named.items())):
             generator = torch.Generator().manual_seed(100 * step + index)
             gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-            parameter.grad = None if name == "scale" and step < 2 else torch.empty_like(parameter).copy_(gradient)
+            parameter.grad = (
+                None if name == "scale" and step < 2 else torch.empty_like(parameter).copy_(gradient)
+            )
         optimizer.step()
 
 
@@ -116,13 +118,17 @@ def saved_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     return optimizer_tensors(optimizer, by_parameter(named))
 
 
-def refuse(named: dict[str, Parameter], kind: str, tensors: dict[str, Tensor], scalars: Any, message: str) -> None:
+def refuse(
+    named: dict[str, Parameter], kind: str, tensors: dict[str, Tensor], scalars: Any, message: str
+) -> None:
     optimizer = MAKERS[kind](list(named.values()))
     train(named, optimizer, range(2))
     before = {n: dict(optimizer.state[p]) for n, p in named.items()}
     with pytest.raises(CheckpointError, match=message):
         load_optimizer(optimizer, by_parameter(named), tensors, scalars)
-    assert {n: dict(optimizer.state[p]) for n, p in named.items()} == before, "a refused load changed something"
+    assert {n: dict(optimizer.state[p]) for n, p in named.items()} == before, (
+        "a refused load changed something"
+    )
 
 
 def test_names_that_do_not_match_are_listed() -> None:
@@ -137,7 +143,9 @@ def test_a_shape_or_dtype_that_does_not_match_is_named() -> None:
     named = parameters()
     named["a.bias"] = Parameter(torch.zeros(5))
     refuse(named, "adamw", tensors, scalars, r"a\.bias has shape \[5\], saved was \[4\]")
-    refuse(parameters(torch.bfloat16), "adamw", tensors, scalars, r"is torch\.bfloat16, but its saved exp_avg")
+    refuse(
+        parameters(torch.bfloat16), "adamw", tensors, scalars, r"is torch\.bfloat16, but its saved exp_avg"
+    )
     wrong = {**tensors, "optimizer/a.bias/exp_avg": torch.zeros(3)}
     refuse(parameters(), "adamw", wrong, scalars, r"a\.bias/exp_avg has shape \[3\]")
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from leantune.errors import ModelError
-from leantune.generate import ChatSession, Sampling, generate, run_chat
+from leantune.generate.chat import ChatSession, run_chat
+from leantune.generate.decode import Sampling, generate
 from tests.fixtures import tiny_llama, tiny_tokenizer
 
 SHORT = Sampling(max_new_tokens=5)
@@ -103,3 +104,16 @@ def test_a_question_too_long_is_refused_and_forgotten() -> None:
     run_chat(chat, lines("x" * 600, "the", "/exit"), shown.append)
     assert "512 positions" in "".join(shown)
     assert next(m["content"] for m in chat.messages) == "the"
+
+
+def test_a_template_that_refuses_a_system_message_says_so_and_the_chat_goes_on() -> None:
+    refusing = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system messages') }}"
+        "{% endif %}{{ m['content'] }}{% endfor %}"
+    )
+    tokenizer = tiny_tokenizer(chat_template=refusing)
+    chat = ChatSession(tiny_llama(), tokenizer, SHORT, system="Be brief.")
+    shown: list[str] = []
+    run_chat(chat, lines("the", "/system", "the", "/exit"), shown.append)
+    assert "no system messages" in "".join(shown)
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"]

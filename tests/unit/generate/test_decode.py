@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from leantune.errors import ConfigError, DataError
-from leantune.generate import Sampling, generate, stream
+from leantune.generate.decode import RepetitionPenalty, Sampling, generate, stream
 from leantune.generate.prompts import encode_prompts, left_pad, stop_ids
 from leantune.methods.protocol import Attached
 from tests.fixtures import tiny_llama, tiny_tokenizer
@@ -111,6 +111,14 @@ def test_a_prompt_answers_the_same_alone_and_in_an_uneven_batch(
     alone = [generate(model, tokenizer, [prompt], sampling)[0] for prompt in PROMPTS]
     assert together == alone
     assert len(set(together)) == len(PROMPTS)
+
+
+def test_the_repetition_penalty_leaves_the_padding_out() -> None:
+    """With pad = eos, penalised padding would make short prompts of a batch end later than alone."""
+    tokens = torch.tensor([[1, 1, 1, 2], [1, 3, 2, 2]])
+    scores = torch.tensor([[1.0, 1.0, -1.0, 1.0], [1.0, 1.0, -1.0, 1.0]])
+    penalised = RepetitionPenalty(2.0, starts=torch.tensor([3, 0]))(tokens, scores)
+    assert penalised.tolist() == [[1.0, 1.0, -2.0, 1.0], [1.0, 0.5, -2.0, 0.5]]
 
 
 def test_learned_positions_count_from_the_first_real_token(tokenizer: Any) -> None:
