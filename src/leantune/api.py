@@ -124,9 +124,19 @@ def resume(
     return resume_run(folder, config, notify=notify, quiet=quiet, **node)
 
 
-def load(path: str | Path, *, base: str | None = None, device: str = "auto", template: str | None = None) -> Model:
-    """Load a run folder, an adapter folder, a model folder, a hub id, or `demo` for use."""
-    return Model(load_trained(path, base, device, template))
+def load(
+    path: str | Path,
+    *,
+    base: str | None = None,
+    device: str = "auto",
+    template: str | None = None,
+    system: str | None = None,
+) -> Model:
+    """Load a run folder, an adapter folder, a model folder, a hub id, or `demo` for use.
+
+    Prompts are rendered with the run's template and system message, unless others are named.
+    """
+    return Model(load_trained(path, base, device, template, system))
 
 
 def generate(

@@ -32,13 +32,17 @@ class Trained:
 
 
 def load_trained(
-    path: str | Path, base: str | None = None, device: str = "auto", template: str | None = None
+    path: str | Path,
+    base: str | None = None,
+    device: str = "auto",
+    template: str | None = None,
+    system: str | None = None,
 ) -> Trained:
     """Load a run folder, an adapter folder, a model folder, a hub id, or `demo`.
 
     `base` names the base model of an adapter folder that does not say, or stands in for one
     that has moved. A run's prompts are rendered with the run's own template unless `template`
-    names another. Weights are fp32 on a CPU, and bf16 on a GPU that has it.
+    names another; so is its system message. Weights are fp32 on a CPU, and bf16 on a GPU that has it.
     Raises `CheckpointError` or `ModelError`.
     """
     place = Path(path).expanduser()
@@ -51,8 +55,8 @@ def load_trained(
     attached = load_adapter(model, adapter) if adapter else Attached("base", model)
     named = config.model.tokenizer if config else None
     tokenizer = load_tokenizer(source, named)
-    spec, format, system = _template_of(config, place, template)
-    rendered = make_template(spec, format, tokenizer, system=system)
+    spec, format, own_system = _template_of(config, place, template)
+    rendered = make_template(spec, format, tokenizer, system=system or own_system)
     return Trained(str(path), model, tokenizer, attached, rendered, spec, config)
 
 

@@ -1,0 +1,41 @@
+"""`leantune chat RUN`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from leantune.cli.sampling import add_model_arguments, add_sampling_arguments, sampling_from
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model and how it answers."""
+    parser.add_argument("model", metavar="RUN", help="run, adapter or model folder, hub id, or demo")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_model_arguments(parser)
+    add_sampling_arguments(parser, max_new_tokens=512)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read lines, stream answers."""
+    from leantune import api
+    from leantune.generate.chat import ChatSession, run_chat
+
+    sampling = sampling_from(args)
+    parts = api.load(args.model, base=args.base, device=args.device, template=args.template).trained
+    configured = parts.config.data.system if parts.config else None
+    session = ChatSession(
+        parts.model,
+        parts.tokenizer,
+        sampling,
+        attached=parts.attached,
+        system=args.system or configured,
+        stop_token_ids=parts.template.stop_token_ids,
+    )
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    run_chat(session, lambda: input("> " if sys.stdin.isatty() else ""), write)
+    return 0
