@@ -10,6 +10,7 @@ records/       the encoded records
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 from collections.abc import Mapping
@@ -70,11 +71,24 @@ class RunFolder:
         """An existing run; raises `CheckpointError` with the runs nearby if there is none in `path`."""
         path = Path(path).expanduser()
         if (path / CONFIG).is_file():
+            if (path / CONFIG).read_text(encoding="utf-8") == CLAIM:
+                raise CheckpointError(
+                    f"{path} is a run that ended before its data was prepared; "
+                    "train again with output.overwrite=true"
+                )
             return cls(path)
         what = "does not exist"
         if path.exists():
             what = f"has no {CONFIG}" if path.is_dir() else "is not a folder"
         raise CheckpointError(f"{path} is not a run: it {what}{_hint(path)}")
+
+    def discard_unused(self) -> None:
+        """Remove a run whose training never began, so that its place is free again; keeps other files."""
+        if self.metrics.exists():
+            return
+        with contextlib.suppress(ConfigError, CheckpointError, OSError):
+            make_room(self.path, overwrite=True)
+            self.path.rmdir()
 
     def write_config(self, text: str) -> None:
         """Write run.yaml in one step."""

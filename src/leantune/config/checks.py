@@ -75,9 +75,7 @@ def _check_batches(config: RunConfig) -> list[str]:
 def _check_strategy(config: RunConfig) -> list[str]:
     strategy = config.strategy
     if strategy.name == "ddp" and strategy.devices % strategy.nodes:
-        return [
-            f"strategy.devices: {strategy.devices} is not a multiple of strategy.nodes {strategy.nodes}"
-        ]
+        return [f"strategy.devices: {strategy.devices} is not a multiple of strategy.nodes {strategy.nodes}"]
     return []
 
 

@@ -45,19 +45,30 @@ def apply_overrides(tree: Tree, overrides: Iterable[str]) -> list[str]:
             continue
         try:
             value = parse_yaml_value(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:
             problems.append(f"{override!r}: the value is not YAML: {error}")
             continue
-        *parents, leaf = key.strip().split(".")
-        node = tree
-        for parent in parents:
-            child = node.get(parent)
-            if isinstance(child, str):  # `method: lora`, then `method.rank=8`
-                child = {"name": child}
-            node[parent] = child if isinstance(child, dict) else {}
-            node = cast(Tree, node[parent])
-        node[leaf] = value
+        try:
+            _set(tree, key.strip().split("."), value)
+        except ValueError as error:
+            problems.append(f"{override!r}: {error}")
     return problems
+
+
+def _set(tree: Tree, keys: Sequence[str], value: Any) -> None:
+    *parents, leaf = keys
+    node = tree
+    for depth, parent in enumerate(parents, 1):
+        child = node.get(parent)
+        if isinstance(child, str):  # `method: lora`, then `method.rank=8`
+            child = {"name": child}
+        if child is not None and not isinstance(child, dict):
+            raise ValueError(
+                f"{'.'.join(keys[:depth])} is {child!r} in the run file, not a section with keys"
+            )
+        node[parent] = child if child is not None else {}
+        node = cast(Tree, node[parent])
+    node[leaf] = value
 
 
 def validate(
@@ -70,65 +81,84 @@ def validate(
 ) -> RunConfig:
     """Validate a tree of plain values; raises `ConfigError` listing every problem."""
     found = list(problems)
-    tree = _with_world_size(dict(tree), environ or {})
+    world_size = _world_size(environ or {})
+    tree = _with_world_size(dict(tree), world_size)
     config: RunConfig | None = None
     try:
         config = checked = RunConfig.model_validate(tree)
     except ValidationError as error:
-        found += _unique(_describe(item, lines or {}) for item in error.errors())
-        checked = _without(tree, [item["loc"] for item in error.errors()])
+        found += _describe_all(error.errors(), lines or {})
+        checked = _without(tree, error.errors())
     if checked is not None:
         found += cross_check(checked)
-        found += _check_world_size(checked, environ or {})
+        found += _check_world_size(checked, world_size)
     if found or config is None:
         raise ConfigError(found, source)
     return config
 
 
-def _without(tree: Tree, places: Iterable[tuple[int | str, ...]]) -> RunConfig | None:
+# What stands for a required key that is missing while the rules across keys are checked.
+_STAND_INS: dict[str, Any] = {"model": "?", "model.name": "?", "data": {"train": "?"}, "data.train": "?"}
+
+
+def _without(tree: Tree, errors: Iterable[Any]) -> RunConfig | None:
     """The configuration without its invalid keys, so that rules across the other keys are still checked."""
     tree = copy.deepcopy(tree)
-    for place in places:
-        keys = _keys(place)
-        node: Any = tree
+    for error in errors:
+        keys = _keys(error["loc"])
+        node: Tree | None = tree
         for key in keys[:-1]:
-            node = node.get(key) if isinstance(node, dict) else None
-        if isinstance(node, dict):
-            cast(Tree, node).pop(keys[-1], None)
+            child = node.get(key) if node is not None else None
+            node = cast(Tree, child) if isinstance(child, dict) else None
+        if node is None:
+            continue
+        node.pop(error["loc"][-1] if error["type"] == "invalid_key" else keys[-1], None)
+        if ".".join(keys) in _STAND_INS:
+            node[keys[-1]] = _STAND_INS[".".join(keys)]
     try:
         return RunConfig.model_validate(tree)
     except ValidationError:
         return None
 
 
-def _unique(lines: Iterable[str]) -> list[str]:
-    """One line for each key: a field that may be text or a list would complain twice."""
-    kept: dict[str, str] = {}
-    for line in lines:
-        kept.setdefault(line.partition(": ")[0], line)
-    return list(kept.values())
+def _world_size(environ: Mapping[str, str]) -> int:
+    """The number of processes that torchrun started; 0 outside of it."""
+    text = environ.get("WORLD_SIZE", "0")
+    if not text.isdecimal():
+        raise ConfigError(f"WORLD_SIZE: {text!r} in the environment is not a number of processes; unset it")
+    return int(text)
 
 
-def _with_world_size(tree: Tree, environ: Mapping[str, str]) -> Tree:
+def _with_world_size(tree: Tree, world_size: int) -> Tree:
     """Under torchrun, let the number of devices be torchrun's where the file leaves it open."""
-    world_size = int(environ.get("WORLD_SIZE", "1"))
-    strategy = tree.get("strategy", {})
+    strategy: Any = tree.get("strategy", {})
     if isinstance(strategy, str):
         strategy = {"name": strategy}
-    if world_size > 1 and isinstance(strategy, dict) and "devices" not in strategy:
-        tree["strategy"] = {**strategy, "devices": world_size}
+    if world_size < 2 or not isinstance(strategy, dict):
+        return tree
+    section = cast(Tree, strategy)
+    if "devices" not in section and section.get("name") != "single":
+        tree["strategy"] = {**section, "devices": world_size}
     return tree
 
 
-def _check_world_size(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
-    world_size = int(environ.get("WORLD_SIZE", "0"))
-    if world_size and world_size != config.strategy.devices:
-        return [
-            f"strategy.devices: {config.strategy.devices}, but torchrun started {world_size} "
-            f"process{'es' if world_size > 1 else ''}; add strategy.devices={world_size}, "
-            "or remove the key to take torchrun's number"
-        ]
-    return []
+def _check_world_size(config: RunConfig, world_size: int) -> list[str]:
+    if not world_size or world_size == config.strategy.devices:
+        return []
+    processes = f"{world_size} process{'es' if world_size > 1 else ''}"
+    if config.strategy.name == "single" and world_size > 1:
+        return [f"strategy: single, but torchrun started {processes}; remove the key, or start one process"]
+    return [
+        f"strategy.devices: {config.strategy.devices}, but torchrun started {processes}; "
+        f"add strategy.devices={world_size}, or remove the key to take torchrun's number"
+    ]
+
+
+def _describe_all(errors: Sequence[Any], lines: Mapping[str, int]) -> list[str]:
+    """One line for each problem; where a key may be text or a list, only what the list complains of."""
+    lists = {tuple(_keys(e["loc"])) for e in errors if e["loc"][-1] != "str"}
+    kept = [e for e in errors if e["loc"][-1] != "str" or tuple(_keys(e["loc"])) not in lists]
+    return list(dict.fromkeys(_describe(error, lines) for error in kept))
 
 
 def _describe(error: Any, lines: Mapping[str, int]) -> str:
@@ -139,26 +169,29 @@ def _describe(error: Any, lines: Mapping[str, int]) -> str:
     line = lines.get(dotted)
     where = f"{dotted} (line {line})" if line else dotted
     kind = error["type"]
+    if kind == "invalid_key":
+        return f"{dotted}: a key must be text, not {error['input']!r}"
     if kind == "extra_forbidden":
         close = _did_you_mean(dotted, parts)
         return f"{where}: unknown key{close}"
+    if kind == "missing" and isinstance(error["loc"][-1], int):
+        return f"{where}: {error['input']!r} has too few members"
     if kind == "missing":
         return f"{where}: required, but missing"
     if kind == "union_tag_invalid":
         expected = error["ctx"]["expected_tags"].replace("'", "")
-        close = difflib.get_close_matches(str(error["ctx"]["tag"]), expected.split(", "), 1, 0.5)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = _closest(error["ctx"]["tag"], expected)
         return f"{where}.name: {error['ctx']['tag']!r} is not one of {expected}{hint}"
     if kind == "union_tag_not_found":
         return f"{where}: name is missing; write for example `{dotted}: {{name: ...}}`"
     if kind == "literal_error":
         expected = error["ctx"]["expected"].replace("'", "")
-        options = expected.replace(" or ", ", ").split(", ")
-        close = difflib.get_close_matches(str(error["input"]), options, 1, 0.5)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        return f"{where}: {error['input']!r} is not one of {expected}{hint}"
+        return f"{where}: {error['input']!r} is not one of {expected}{_closest(error['input'], expected)}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{where}: {error['input']!r} is not a section; write its keys indented below it, or remove it"
     message = error["msg"][0].lower() + error["msg"][1:]
-    return f"{where}: {error['input']!r} is not valid: {message.replace('input ', '')}"
+    message = message.replace("input ", "").replace("tuple", "list")
+    return f"{where}: {error['input']!r} is not valid: {message}"
 
 
 def _keys(place: Sequence[int | str]) -> list[str]:
@@ -166,20 +199,28 @@ def _keys(place: Sequence[int | str]) -> list[str]:
     parts = [str(part) for part in place]
     tagged = parts[0] in _UNIONS and len(parts) > 1 and parts[1] in METHODS + STRATEGIES
     parts = [parts[0], *parts[2:]] if tagged else parts
-    return [part for part in parts if part != "str" and "[" not in part and not part.isdigit()]
+    return [parts[0], *(p for p in parts[1:] if p != "str" and "[" not in p and not p.isdigit())]
 
 
 _UNIONS = ("method", "strategy")
+
+
+def _closest(value: Any, expected: str) -> str:
+    """A did-you-mean for a value, if one of the `a, b or c` expected is near."""
+    options = expected.replace(" or ", ", ").split(", ")
+    close = difflib.get_close_matches(str(value), options, 1, 0.5)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _did_you_mean(dotted: str, parts: list[str]) -> str:
     tag = parts[1] if len(parts) > 2 and parts[0] in _UNIONS else None
     known = known_keys(tag)
     prefix, _, leaf = dotted.rpartition(".")
-    siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == prefix]
+    start = f"{prefix}." if prefix else ""
+    siblings = dict.fromkeys(key[len(start) :].partition(".")[0] for key in known if key.startswith(start))
     close = difflib.get_close_matches(leaf, siblings, 1, 0.6)
     if close:
-        return f"; did you mean {prefix + '.' if prefix else ''}{close[0]}?"
+        return f"; did you mean {start}{close[0]}?"
     elsewhere = [key for key in known if key.rpartition(".")[2] == leaf]
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
@@ -193,4 +234,6 @@ def to_tree(config: RunConfig) -> Tree:
 
 def to_yaml(config: RunConfig) -> str:
     """The whole configuration, defaults included, as YAML that `load_config` reads back."""
-    return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(  # pyright: ignore[reportUnknownMemberType]
+        to_tree(config), sort_keys=False, allow_unicode=True
+    )

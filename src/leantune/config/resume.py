@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from leantune.config.load import apply_overrides, validate
 from leantune.config.schema import RunConfig
@@ -39,17 +39,20 @@ def resumed_config(path: Path, overrides: Sequence[str], environ: Mapping[str, s
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in _CHANGEABLE)
     ]
     moved = int(environ.get("WORLD_SIZE", "1")) > 1 or "strategy.devices" in keys
+    before = _section(tree, "strategy")
     if moved and "strategy.name" not in keys and "strategy" not in keys:
         tree["strategy"] = {}  # one device or several: the name follows from the number
     problems += apply_overrides(tree, overrides)
-    _fit_micro_batches(tree, int(environ.get("WORLD_SIZE", "0")))
+    devices = _section(tree, "strategy").get("devices") or int(environ.get("WORLD_SIZE", "0")) or 1
+    if isinstance(devices, int) and devices > 1 and "timeout_seconds" in before:
+        _section(tree, "strategy").setdefault("timeout_seconds", before["timeout_seconds"])
+    _fit_micro_batches(tree, devices)
     return validate(tree, environ, lines=lines, source=str(path), problems=problems)
 
 
-def _fit_micro_batches(tree: dict[str, Any], world_size: int) -> None:
-    train, strategy = tree.get("train"), tree.get("strategy")
-    devices = (strategy.get("devices") if isinstance(strategy, dict) else None) or world_size or 1
-    if not isinstance(train, dict) or not isinstance(devices, int) or devices < 1:
+def _fit_micro_batches(tree: dict[str, Any], devices: Any) -> None:
+    train = _section(tree, "train")
+    if not isinstance(devices, int) or devices < 1:
         return
     records, micro = train.get("global_batch_size"), train.get("micro_batch_size", 4)
     if not isinstance(records, int) or not isinstance(micro, int):
@@ -57,3 +60,8 @@ def _fit_micro_batches(tree: dict[str, Any], world_size: int) -> None:
     while micro > 1 and records % (micro * devices):
         micro -= 1
     train["micro_batch_size"] = micro
+
+
+def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    value = tree.get(name)
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -1,0 +1,1 @@
+"""From files of any common shape to encoded records, and from those to batches."""

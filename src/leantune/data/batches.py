@@ -28,7 +28,8 @@ class MicroBatch:
 
     input_ids: int64 [B, T], padded to the right; prompt_lengths: int64 [B];
     label_index: int64 [N], flat positions (row * T + column) whose logits predict labels: int64 [N];
-    seed: what dropout of this micro-batch is seeded with.
+    seed: what dropout of this micro-batch is seeded with. prompt_lengths stay on the CPU, so that
+    positions are worked out without waiting for a device.
     """
 
     sample_ids: tuple[int, ...]
@@ -43,7 +44,7 @@ class MicroBatch:
         return MicroBatch(
             self.sample_ids,
             self.input_ids.to(device, non_blocking=True),
-            self.prompt_lengths.to(device, non_blocking=True),
+            self.prompt_lengths,
             self.label_index.to(device, non_blocking=True),
             self.labels.to(device, non_blocking=True),
             self.seed,

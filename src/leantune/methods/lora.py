@@ -29,7 +29,13 @@ class LoraFactors(nn.Module):
     """The factors of one linear layer. A: fp32 [rank, in], B: fp32 [out, rank], zero at the start."""
 
     def __init__(
-        self, in_features: int, out_features: int, rank: int, scale: float, dropout: float, generator: torch.Generator
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        scale: float,
+        dropout: float,
+        generator: torch.Generator,
     ) -> None:
         super().__init__()
         bound = 1.0 / math.sqrt(in_features)  # PEFT's: Kaiming uniform with a = sqrt(5)
@@ -45,9 +51,10 @@ class LoraFactors(nn.Module):
             return out
         if self.training and self.dropout > 0:
             hidden = F.dropout(hidden, self.dropout)
-        if not torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(self.A.dtype)
-        return add_lowrank(out, hidden, self.A, self.B, self.scale).to(out.dtype)
+        if torch.is_autocast_enabled(hidden.device.type):
+            return add_lowrank(out, hidden, self.A, self.B, self.scale)
+        dtype = self.A.dtype
+        return add_lowrank(out.to(dtype), hidden.to(dtype), self.A, self.B, self.scale).to(out.dtype)
 
     def weight(self) -> Tensor:
         """The dense update, [out, in], fp32."""
@@ -62,7 +69,9 @@ class AttachedLora(Attached):
         self.targets = dict(targets)
         self.settings = settings
         self.target_modules = _shortest_targets(model, targets)
-        self._hooks = [m.register_forward_hook(_update_output) for m in targets.values() if hasattr(m, "lora")]
+        self._hooks = [
+            m.register_forward_hook(_update_output) for m in targets.values() if hasattr(m, "lora")
+        ]
 
     def detach(self) -> None:
         """Take the factors off the model."""
@@ -147,6 +156,17 @@ def _update_output(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Ten
     return module.lora(args[0], out)  # pyright: ignore[reportCallIssue]
 
 
+# Keys of PEFT that make another module of the same tensors.
+_PEFT_VARIANTS = (
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+
+
 def settings_from(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of `attach` that a PEFT adapter_config.json asks for.
 
@@ -154,7 +174,7 @@ def settings_from(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"adapter_config.json: peft_type {config.get('peft_type')!r} is not LORA")
-    neutral = {
+    neutral: dict[str, tuple[Any, ...]] = {
         "use_dora": (False, None),
         "bias": ("none", None),
         "modules_to_save": (None, []),
@@ -165,12 +185,19 @@ def settings_from(config: Mapping[str, Any]) -> dict[str, Any]:
         "trainable_token_indices": (None, []),
         "target_parameters": (None, []),
         "layer_replication": (None, []),
+        "layers_pattern": (None, []),
+        # Starts that would change the frozen weights, such as PiSSA's, are not among these.
+        "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
+        **dict.fromkeys(_PEFT_VARIANTS, (None, False, [])),
     }
     for key, allowed in neutral.items():
         if config.get(key) not in allowed:
             raise CheckpointError(
                 f"adapter_config.json: {key} = {config[key]!r} is not supported here; load it with PEFT"
             )
+    absent = [key for key in ("r", "lora_alpha", "target_modules") if config.get(key) is None]
+    if absent:
+        raise CheckpointError(f"adapter_config.json: {absent[0]} is missing; it is no complete LoRA adapter")
     layers = config.get("layers_to_transform")
     return {
         "rank": int(config["r"]),
@@ -234,8 +261,9 @@ def _attach_peft(
     )
     attached = _AttachedPeft(model, targets, settings)
     inject_adapter_in_model(config, model)
-    for name, parameter in attached.trainable().items():  # the same start as leantune's module
-        if ".lora_A." in name:
+    for name, parameter in attached.trainable().items():
+        parameter.data = parameter.data.float()  # PEFT gave it the dtype of the frozen weight
+        if ".lora_A." in name:  # the same start as leantune's module
             bound = 1.0 / math.sqrt(parameter.shape[1])
             generator = named_generator(seed, name.partition(".lora_A.")[0])
             start = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)

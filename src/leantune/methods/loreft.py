@@ -70,12 +70,16 @@ class AttachedLoreft(Attached):
         self.first, self.last = parse_position(settings["position"])
         self._prompts: _Prompts | None = None
         self._enabled = True
+        self._interventions = self._named_interventions()
         model.register_forward_pre_hook(self._note_cache, with_kwargs=True)
         for block in self.blocks.values():
             block.register_forward_hook(self._edit_output)
 
     def interventions(self) -> dict[str, LoreftIntervention]:
         """The interventions as `<layer>.<both|first|last>`."""
+        return dict(self._interventions)
+
+    def _named_interventions(self) -> dict[str, LoreftIntervention]:
         layer_of = {id(block): index for index, block in enumerate(decoder_blocks(self.model).values())}
         return {
             f"{layer_of[id(block)]}.{part}": module
@@ -130,7 +134,11 @@ class AttachedLoreft(Attached):
 
     def _edit(self, block: nn.Module, hidden_BTD: Tensor) -> Tensor:
         first, last = self._spans(hidden_BTD)
-        groups = [("both", torch.cat([first, last]))] if self.settings["tied"] else [("first", first), ("last", last)]
+        groups = (
+            [("both", torch.cat([first, last]))]
+            if self.settings["tied"]
+            else [("first", first), ("last", last)]
+        )
         parts: Any = block.reft
         flat = hidden_BTD.flatten(0, -2)
         with torch.autocast(hidden_BTD.device.type, enabled=False):
@@ -159,14 +167,20 @@ class AttachedLoreft(Attached):
 
     @torch.no_grad()
     def before_step(self) -> None:
-        for module in self.interventions().values():
-            if module.rotation.grad is not None:
-                module.rotation.grad.copy_(tangent(module.rotation.grad, module.rotation))
+        rotations = self._rotations()
+        gradients = torch.stack([p.grad if p.grad is not None else torch.zeros_like(p) for p in rotations])
+        for parameter, projected in zip(rotations, tangent(gradients, torch.stack(rotations)), strict=True):
+            parameter.grad = projected
 
     @torch.no_grad()
     def after_step(self) -> None:
-        for module in self.interventions().values():
-            module.rotation.copy_(orthonormalise(module.rotation))
+        rotations = self._rotations()
+        for parameter, frame in zip(rotations, orthonormalise(torch.stack(rotations)), strict=True):
+            parameter.copy_(frame)
+
+    def _rotations(self) -> list[Tensor]:
+        """All orthonormal factors; they have one shape, so all are worked on at once."""
+        return [module.rotation for module in self._interventions.values()]
 
     def describe(self) -> list[str]:
         layers = sorted({int(name.partition(".")[0]) for name in self.interventions()})
@@ -240,4 +254,7 @@ def settings_from(config: Mapping[str, Any]) -> dict[str, Any]:
             f"is not leantune-reft version {FORMAT_VERSION}"
         )
     keys = ("rank", "layers", "position", "tied", "dropout", "activation")
+    absent = [key for key in keys if key not in config]
+    if absent:
+        raise CheckpointError(f"reft_config.json: {absent[0]} is missing; it is no complete adapter")
     return {key: config[key] for key in keys}

@@ -99,7 +99,9 @@ class Attached:
         ]
         problems = [f"missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
         if unexpected:
-            problems.append(f"matching nothing in the model: {', '.join(unexpected[:5])} ({len(unexpected)} in all)")
+            problems.append(
+                f"matching nothing in the model: {', '.join(unexpected[:5])} ({len(unexpected)} in all)"
+            )
         problems += sorted(shapes)[:5]
         if problems:
             raise CheckpointError(f"{origin} does not fit this model; " + "; ".join(problems))

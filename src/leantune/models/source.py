@@ -17,8 +17,18 @@ from leantune.models.demo import demo_folder
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 
-# Facts of the machine or the writer, not of the model: left out of the fingerprint.
-_VOLATILE_KEYS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+# What the fingerprint is made of: a fixed list, since every version of transformers brings new keys.
+_ARCHITECTURE_KEYS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,8 @@ def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def fingerprint(config: Any) -> str:
     """A short hash of what makes the architecture: equal for copies of a model in other folders."""
-    facts = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE_KEYS}
+    decoder = config.get_text_config(decoder=True)
+    facts = {key: getattr(decoder, key, None) for key in _ARCHITECTURE_KEYS}
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -32,22 +32,23 @@ def loreft_delta(
 def orthonormalise(matrix_dr: Tensor) -> Tensor:
     """The columns made orthonormal by two rounds of Cholesky QR: r × r work, no d × d tensor.
 
-    The second round brings the error of an ill-conditioned input down to rounding.
-    Raises `torch.linalg.LinAlgError` if the columns are linearly dependent.
+    Works on [d, r] or on a stack [..., d, r]. The second round brings the error of an
+    ill-conditioned input down to rounding. Raises `torch.linalg.LinAlgError` if the columns
+    are linearly dependent.
     """
     for _ in range(2):
-        gram_rr = matrix_dr.t() @ matrix_dr
+        gram_rr = matrix_dr.mT @ matrix_dr
         factor = torch.linalg.cholesky(gram_rr)
-        matrix_dr = torch.linalg.solve_triangular(factor, matrix_dr.t(), upper=False).t()
+        matrix_dr = torch.linalg.solve_triangular(factor, matrix_dr.mT, upper=False).mT
     return matrix_dr.contiguous()
 
 
 @torch.no_grad()
 def tangent(gradient_dr: Tensor, rotation_dr: Tensor) -> Tensor:
-    """The gradient on the manifold of orthonormal frames: G - R sym(Rᵀ G).
+    """The gradient on the manifold of orthonormal frames: G - R sym(Rᵀ G), of one or a stack.
 
     It has no part that would only stretch or shear the frame (Edelman, Arias and Smith
     1998, equation 2.53 with the embedded metric).
     """
-    inner = rotation_dr.t() @ gradient_dr
-    return gradient_dr - rotation_dr @ (0.5 * (inner + inner.t()))
+    inner = rotation_dr.mT @ gradient_dr
+    return gradient_dr - rotation_dr @ (0.5 * (inner + inner.mT))

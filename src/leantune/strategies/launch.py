@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,9 @@ _POLL_SECONDS = 0.05
 # Long enough for peers to notice and report, short enough to end a blocked collective within 5 s.
 _GRACE_SECONDS = 3.0
 _REAP_SECONDS = 5.0
-_STOPPED_CODES = {-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT}
+# What a worker exits with that was told to stop, itself or through another rank, and has saved its work.
+_POLITE_CODES = {128 + signal.SIGTERM, 128 + signal.SIGINT}
+_STOPPED_CODES = {-signal.SIGTERM, *_POLITE_CODES}
 
 
 @dataclass
@@ -64,18 +66,20 @@ def launch(
     rdzv_endpoint: str | None = None,
     env: Mapping[str, str] | None = None,
     command: Sequence[str] | None = None,
+    on_poll: Callable[[], None] | None = None,
 ) -> None:
     """Run `command + args` (default command: `python -m leantune`) once per device and wait for the end.
 
     With several nodes, call it on each of them with its own node_rank and the same rdzv_endpoint
-    (`host:port`, a free port of node 0). `env` is added to the environment of the workers.
+    (`host:port`, a free port of node 0). `env` is added to the environment of the workers. `on_poll` is
+    called many times a second while they work, and once after their end.
 
     The first SIGINT or SIGTERM is passed on as SIGTERM; the workers then finish in their own time, and
     SystemExit(130) or (143) is raised. A second SIGINT kills them at once. Raises LaunchError if a
     worker fails: it begins with the rank that failed first and its message; the others are ended within
     seconds.
     """
-    _check(devices_per_node, nodes, node_rank, rdzv_endpoint)
+    check_launch(devices_per_node, nodes, node_rank, rdzv_endpoint)
     program = [*(command or (sys.executable, "-m", "leantune")), *args]
     with tempfile.TemporaryDirectory(prefix="leantune-", ignore_cleanup_errors=True) as folder:
         shared = _environment(Path(folder), devices_per_node, nodes, rdzv_endpoint, env or {})
@@ -85,7 +89,7 @@ def launch(
                 for local_rank in range(devices_per_node):
                     rank = node_rank * devices_per_node + local_rank
                     workers.append(_start(program, shared, rank, local_rank))
-                _watch(workers, stop)
+                _watch(workers, stop, on_poll or (lambda: None))
             except KeyboardInterrupt:
                 raise SystemExit(128 + signal.SIGINT) from None
             finally:
@@ -95,9 +99,13 @@ def launch(
         raise LaunchError(f"rank {failure.rank}: {failure.message}{failure.details}")
     if stop.signal is not None:
         raise SystemExit(128 + stop.signal)
+    polite = [code for code in (worker.process.returncode for worker in workers) if code in _POLITE_CODES]
+    if polite:  # stopped through another machine, or by a signal to a worker
+        raise SystemExit(polite[0])
 
 
-def _check(devices_per_node: int, nodes: int, node_rank: int, rdzv_endpoint: str | None) -> None:
+def check_launch(devices_per_node: int, nodes: int, node_rank: int, rdzv_endpoint: str | None) -> None:
+    """Raise `LaunchError` if `launch` would refuse these numbers."""
     if devices_per_node < 1 or nodes < 1:
         raise LaunchError(f"{devices_per_node} devices on each of {nodes} nodes: both must be at least 1")
     if not 0 <= node_rank < nodes:
@@ -108,6 +116,8 @@ def _check(devices_per_node: int, nodes: int, node_rank: int, rdzv_endpoint: str
                 f"{nodes} nodes need an endpoint at which they meet: host:port, a free port of node 0"
             )
         return
+    if nodes == 1:
+        raise LaunchError(f"rendezvous endpoint {rdzv_endpoint!r}: one node has nobody to meet; set --nnodes")
     host, _, port = rdzv_endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise LaunchError(
@@ -155,7 +165,7 @@ def _start(program: Sequence[str], shared: Mapping[str, str], rank: int, local_r
     return _Worker(rank, process)
 
 
-def _watch(workers: Sequence[_Worker], stop: StopRequest) -> None:
+def _watch(workers: Sequence[_Worker], stop: StopRequest, on_poll: Callable[[], None]) -> None:
     """Return when all workers have ended, or some time after one has failed."""
     passed_on = False
     deadline: float | None = None
@@ -164,11 +174,14 @@ def _watch(workers: Sequence[_Worker], stop: StopRequest) -> None:
             passed_on = True
             for worker in workers:
                 worker.process.send_signal(signal.SIGTERM)
-        if deadline is None and any(worker.process.returncode for worker in workers):
+        codes = {worker.process.returncode for worker in workers}
+        if deadline is None and codes - _POLITE_CODES - {None, 0}:
             deadline = time.monotonic() + _GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
-            return
+            break
+        on_poll()
         time.sleep(_POLL_SECONDS)
+    on_poll()
 
 
 def _end(workers: Sequence[_Worker]) -> None:
@@ -186,7 +199,8 @@ def _first_failure(workers: Sequence[_Worker], folder: Path, stopped: bool) -> F
     failures = list(reports.values())
     for worker in workers:
         code = worker.process.returncode
-        if worker.rank in reports or worker.killed or not code or (stopped and code in _STOPPED_CODES):
+        expected = code in (_STOPPED_CODES if stopped else _POLITE_CODES)
+        if worker.rank in reports or worker.killed or not code or expected:
             continue
         failures.append(Failure(worker.rank, worker.ended_time or time.time(), _exit_message(code)))
     return min(failures, key=lambda failure: (not failure.own, failure.time), default=None)

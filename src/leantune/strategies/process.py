@@ -69,9 +69,16 @@ def join(device_kind: Literal["cpu", "cuda"], timeout_seconds: float) -> World:
     return World(rank, local_rank, size, device)
 
 
+def place_on_node() -> tuple[int, int]:
+    """Where a worker is: the rank of the first worker on its machine, and its own number there."""
+    rank, local_rank = _env_int("RANK"), _env_int("LOCAL_RANK")
+    return rank - local_rank, local_rank
+
+
 def leave(world: World) -> None:
-    """Say goodbye to the other ranks; call it once the work is done, not after an error."""
+    """Say goodbye once all ranks are done (rank 0 may still be saving); not to be called after an error."""
     if dist.is_initialized():
+        barrier()
         dist.destroy_process_group()
     del world
 

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Literal
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from leantune.bases import load_base
@@ -20,11 +19,11 @@ from leantune.data.records import EncodedRecords
 from leantune.errors import CheckpointError, ConfigError, DataError, ModelError
 from leantune.methods import Attached, attach
 from leantune.models.source import resolve_model
-from leantune.strategies.process import World, all_equal
+from leantune.strategies.process import World
 from leantune.strategies.stop import StopRequest
 from leantune.train.events import Events, peak_memory_gib
 from leantune.train.optimizer import build_optimizer, build_schedule
-from leantune.train.run import LoopSettings, TrainState, Run
+from leantune.train.run import LoopSettings, Run, TrainState
 from leantune.train.steps import plan_steps
 
 _PARAMETERS = "parameters/"
@@ -61,7 +60,6 @@ def assemble(
     train_records, validation_records = load_records(folder)
     model, attached = _build_model(config, world)
     _check_positions(attached, train_records)
-    _check_same_on_all_ranks(model)
     plan = plan_steps(config.train, len(train_records), config.strategy.devices)
     optimizer = build_optimizer(
         attached.trainable(),
@@ -155,24 +153,10 @@ def _check_positions(attached: Attached, records: EncodedRecords) -> None:
 
 
 @torch.no_grad()
-def _check_same_on_all_ranks(model: nn.Module) -> None:
-    """Every rank must start from the same weights, frozen and new; compared by checksum."""
-    checksum = 0
-    for index, parameter in enumerate(model.parameters()):
-        words = parameter.detach().contiguous().view(torch.uint8)
-        size = 4 if words.numel() % 4 == 0 else 1
-        total = words.flatten().view(torch.int32 if size == 4 else torch.uint8).sum(dtype=torch.int64)
-        checksum = (checksum * 31 + index + int(total)) % (2**62)
-    if not all_equal(checksum):
-        raise CheckpointError(
-            "the ranks hold different weights before the first step; do all machines have the same "
-            "model files and versions?"
-        )
-
-
-@torch.no_grad()
 def _load_parameters(attached: Attached, checkpoint: Checkpoint) -> None:
-    saved = {n.removeprefix(_PARAMETERS): t for n, t in checkpoint.tensors.items() if n.startswith(_PARAMETERS)}
+    saved = {
+        n.removeprefix(_PARAMETERS): t for n, t in checkpoint.tensors.items() if n.startswith(_PARAMETERS)
+    }
     trainable = attached.trainable()
     differing = sorted(saved.keys() ^ trainable.keys())
     if differing:

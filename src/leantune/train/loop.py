@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ from leantune.errors import NumericsError
 from leantune.strategies.process import gather_objects
 from leantune.train.forward import mean_loss, summed_loss
 from leantune.train.optimizer import set_learning_rate
-from leantune.train.run import TrainState, Run
+from leantune.train.run import Run, TrainState
 
 Ending = Literal["finished", "early_stop", "interrupted"]
 
@@ -28,6 +29,8 @@ Ending = Literal["finished", "early_stop", "interrupted"]
 def train_loop(run: Run, state: TrainState) -> Ending:
     """Train from `state.step` to the end of the run, or to where it is told to stop."""
     run.model.train()
+    if _out_of_patience(run, state):  # a run that had stopped early and was resumed
+        return "early_stop"
     while state.step < run.plan.total_steps:
         stop_requested = train_step(run, state)
         done = state.step
@@ -97,15 +100,26 @@ def _check_finite(
     if math.isfinite(loss) and math.isfinite(norm):
         return
     mine = [i for batch, value in losses if not bool(torch.isfinite(value)) for i in batch.sample_ids]
-    culprits = sorted(i for ids in gather_objects(mine) for i in ids)
+    culprits: dict[int | None, list[int]] = {
+        rank: ids for rank, ids in enumerate(gather_objects(mine)) if ids
+    }
     what = "loss" if not math.isfinite(loss) else "gradient norm"
     if not culprits:  # every loss is finite: the fault lies in backward, somewhere in the window
-        culprits = sorted(int(run.train_records.sample_ids[i]) for chunk in window.chunks for i in chunk)
+        culprits = {None: [int(run.train_records.sample_ids[i]) for chunk in window.chunks for i in chunk]}
     raise NumericsError(
         f"step {step + 1}: the {what} is {loss if what == 'loss' else norm}; records of the micro-batches "
-        f"concerned (counted from 0): {', '.join(map(str, culprits))}. Nothing was updated in this step. "
+        f"concerned (counted from 0): {_listed(culprits, run.world.size)}. Nothing was updated in this step. "
         "Lower train.learning_rate, set train.max_grad_norm, or look at these records"
     )
+
+
+def _listed(culprits: Mapping[int | None, list[int]], world_size: int) -> str:
+    """Sample ids, with the rank that computed them where there are several."""
+    parts: list[str] = []
+    for rank, ids in culprits.items():
+        where = "" if rank is None or world_size == 1 else f" (on rank {rank})"
+        parts.append(", ".join(map(str, sorted(ids))) + where)
+    return "; ".join(parts)
 
 
 def _report_step(

@@ -1,0 +1,74 @@
+"""From a configuration to a run folder that ranks can start from: records, data facts, resolved run.yaml."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from leantune.checkpoint.run_folder import RunFolder
+from leantune.config import RunConfig, to_yaml
+from leantune.data.prepare import PreparedData, prepare_data
+from leantune.data.show import show_example, show_example_styled
+from leantune.models.source import check_vocabulary, load_config, load_tokenizer, resolve_model
+from leantune.train.assemble import device_kind
+from leantune.train.steps import StepPlan, plan_steps
+from leantune.train.trackers import check_trackers
+
+Say = Callable[[str], None]
+
+
+def prepare_run(config: RunConfig, name: str, say: Say = print, scratch: Path | None = None) -> RunFolder:
+    """Read and encode the data, check it against the model, create the run folder. No weights are loaded.
+
+    The folder is the configuration's, or `scratch`. Nothing is created if anything is wrong.
+    """
+    check_trackers(config.output.trackers)
+    device_kind(config)
+    section = config.model
+    source = resolve_model(section.name, section.revision, section.trust_remote_code)
+    model_config = load_config(source)
+    tokenizer = load_tokenizer(source, section.tokenizer)
+    check_vocabulary(model_config, tokenizer)
+    prepared = prepare_data(config.data, tokenizer, config.train.seed)
+    plan = plan_steps(config.train, len(prepared.train), config.strategy.devices)
+    _describe(prepared, tokenizer, plan, config.strategy.devices, say)
+    output = config.output
+    folder = RunFolder.create(str(scratch) if scratch else output.dir, name, output.overwrite)
+    _fill(folder, config, prepared, plan)
+    return folder
+
+
+def _describe(
+    prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, plan: StepPlan, devices: int, say: Say
+) -> None:
+    for line in prepared.report:
+        say(line)
+    say("an encoded record (what carries loss is marked):")
+    if say is print and sys.stdout.isatty():
+        Console().print(show_example_styled(prepared.train, tokenizer))
+    else:
+        say(show_example(prepared.train, tokenizer))
+    say(
+        f"{plan.total_steps} steps of {plan.global_batch_size} records "
+        f"({devices} device(s), micro-batches of {plan.micro_batch_size}), "
+        f"{plan.steps_per_epoch} a pass over the data"
+    )
+
+
+def _fill(folder: RunFolder, config: RunConfig, prepared: PreparedData, plan: StepPlan) -> None:
+    """run.yaml comes last: once it is whole, so is everything that `resume` needs."""
+    folder.records.mkdir(exist_ok=True)
+    prepared.train.save(folder.records / "train.safetensors")
+    facts = {"train": asdict(prepared.train.facts)}
+    if prepared.validation is not None:
+        prepared.validation.save(folder.records / "validation.safetensors")
+        facts["validation"] = asdict(prepared.validation.facts)
+    folder.write_json("data.json", {**facts, "format": prepared.format, "template": prepared.template.name})
+    batches = {"global_batch_size": plan.global_batch_size, "gradient_accumulation_steps": None}
+    resolved = config.model_copy(update={"train": config.train.model_copy(update=batches)})
+    folder.write_config(to_yaml(resolved))
