@@ -16,6 +16,7 @@ from leantune.bases import load_base
 from leantune.checkpoint.adapter import load_adapter, save_trained
 from leantune.errors import ModelError
 from leantune.methods import Attached, attach, method_names
+from leantune.models.anatomy import LINEAR_TYPES, decoder_blocks
 from leantune.models.source import resolve_model
 from tests.batches import gradients, logits_of, shake, small_batch
 from tests.fixtures import tiny_tokenizer
@@ -99,7 +100,12 @@ def test_activation_checkpointing_changes_no_gradient(architecture: str, method:
     model: Any = attached.model
     assert model.supports_gradient_checkpointing
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    calls: list[int] = []
+    last_block = list(decoder_blocks(model).values())[-1]
+    inner = next(m for m in last_block.modules() if isinstance(m, LINEAR_TYPES))
+    inner.register_forward_pre_hook(lambda *_: calls.append(1))
     again = gradients(attached, BATCH)
+    assert len(calls) == 2, "the last block was not computed again"
     assert {n for n, g in again.items() if g is not None} == set(attached.trainable())
     for name, gradient in plain.items():
         torch.testing.assert_close(again[name], gradient, rtol=1e-5, atol=1e-6)
@@ -160,7 +166,8 @@ def test_decay_spares_vectors(method: str) -> None:
 @EVERY_METHOD
 def test_frozen_weights_in_bf16_keep_trained_weights_in_fp32(method: str) -> None:
     """Precision bf16_mixed on training, and generation in bf16 without autocast."""
-    model = tiny_model("llama").to(torch.bfloat16)
+    model: Any = tiny_model("llama")
+    model.to(torch.bfloat16)
     attached = attach(method, model, {}, seed=0)
     shake(attached)
     assert {p.dtype for p in attached.trainable().values()} == {torch.float32}

@@ -29,8 +29,31 @@ from leantune.train.steps import plan_steps
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["pytest", "torch._dynamo", "leantune.train.session", "transformers.models.llama.modeling_llama"]
+    ["pytest", "leantune.train.session", "transformers.models.llama.modeling_llama"]
 )
+
+
+_started: list[Any] = []
+
+
+def warm_up() -> None:
+    """Start the server, so that the seconds of its imports count for no test."""
+    _fork(bool).join()
+
+
+def end_all() -> None:
+    """Kill what a failed test has left running."""
+    for process in _started:
+        process.kill()
+        process.join()
+    _started.clear()
+
+
+def _fork(target: Callable[..., object], *arguments: object) -> Any:
+    process = _SERVER.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    _started.append(process)
+    return process
 
 
 def make_records(
@@ -64,7 +87,7 @@ def make_run(
     """A prepared run folder, as `leantune train` leaves it for its ranks."""
     tree: dict[str, Any] = {
         "model": {"name": str(model)},
-        "data": {"train": "records.jsonl"},
+        "data": {"train": "records.jsonl", "validation": "more.jsonl" if validation else None},
         "strategy": {"devices": devices},
         **sections,
         "train": {"micro_batch_size": 2, "learning_rate": 1e-2, "device": "cpu", **sections.get("train", {})},
@@ -130,16 +153,20 @@ def start(
     """
     config = validate_folder(folder)
     size = config.strategy.devices
-    meeting = folder.path / f".meeting-{time.monotonic_ns()}"
+    meeting = Path(f"{folder.path}-meeting-{time.monotonic_ns()}")
     meeting.mkdir()
     logs = [meeting / f"log-{rank}" for rank in range(size)]
-    processes: list[Any] = []
-    for rank in range(size):
-        place = (folders or {}).get(rank, folder).path
-        arguments = (str(place), rank, size, str(meeting), before, options)
-        processes.append(_SERVER.Process(target=_rank, args=arguments, daemon=True))
-        processes[-1].start()
+    places = [str((folders or {}).get(rank, folder).path) for rank in range(size)]
+    processes = [
+        _fork(_rank, place, rank, size, str(meeting), before, options) for rank, place in enumerate(places)
+    ]
     return Ranks(folder, processes, logs)
+
+
+def command(*arguments: str, cwd: Path, name: str = "command", **environ: str) -> Ranks:
+    """Fork one `leantune ARGUMENTS` in the folder `cwd`; the workers that it launches are new processes."""
+    log = cwd / f"{name}.log"
+    return Ranks(RunFolder(cwd / "run"), [_fork(_command, arguments, str(cwd), str(log), environ)], [log])
 
 
 def run(path: Path, model: Path, records: EncodedRecords, *more: Any, **sections: Any) -> Ranks:
@@ -224,6 +251,23 @@ def spy(path: str) -> None:
     Run.micro_batch = micro_batch  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def observe(path: str, stop_at: tuple[int, int] | None = None, die_at: int | None = None) -> None:
+    """Record samples; at (step, micro-batch), counted from 0, this rank gets a SIGTERM, or at a step dies."""
+    from leantune.train.run import Run
+
+    spy(path)
+    plain = Run.micro_batch
+
+    def micro_batch(self: Run, window: Any, index: int, step: int) -> Any:
+        if (step, index) == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if step == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, window, index, step)
+
+    Run.micro_batch = micro_batch  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def samples(path: Path) -> list[list[int]]:
     """What `spy` saw: the samples of each step on all ranks, in the order of the micro-batches."""
     lines = [
@@ -239,24 +283,38 @@ def samples(path: Path) -> list[list[int]]:
 def _rank(
     folder: str, rank: int, size: int, meeting: str, before: Callable[..., None] | None, options: Any
 ) -> None:
-    log = os.open(f"{meeting}/log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
+    environ: dict[str, str] = {}
     if size > 1:
-        os.environ |= {
+        environ = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
             "LEANTUNE_STORE_FILE": f"{meeting}/store",
         }
-    import torch
-
+    _settle(f"{meeting}/log-{rank}", environ)
     from leantune.cli.main import main
 
-    torch.set_num_threads(1)
     if before is not None:
         before(**options)
     sys.exit(main(["rank", folder]))
+
+
+def _command(arguments: Sequence[str], cwd: str, log: str, environ: Mapping[str, str]) -> None:
+    _settle(log, environ)
+    os.chdir(cwd)
+    from leantune.cli.main import main
+
+    sys.exit(main(arguments))
+
+
+def _settle(log: str, environ: Mapping[str, str]) -> None:
+    """Make a forked process what a new one is: its own output, environment and signal handlers."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ |= {"OMP_NUM_THREADS": "1", **environ}
+    import torch
+
+    torch.set_num_threads(1)

@@ -9,24 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from leantune.checkpoint.run_folder import RunFolder
 from leantune.data.records import EncodedRecords
+from tests.distributed.poison import poisoned_model
 from tests.distributed.ranks import make_records, make_run, run, start, steps, weights
 from tests.fixtures import tiny_model_folder
 
 RECORDS = make_records([1 + i % 7 for i in range(16)])
 POISON = 300  # a token that no ordinary record holds
-
-
-def poisoned_model(folder: Path) -> Path:
-    """A model that gives NaN wherever it reads one particular token."""
-    tiny_model_folder(folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.embed_tokens.weight"][POISON] = torch.nan
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def with_poison(records: EncodedRecords, index: int) -> EncodedRecords:
@@ -43,7 +35,7 @@ def copy(folder: RunFolder, path: Path) -> RunFolder:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_loss_that_is_nan_stops_every_rank_and_names_the_record(devices: int, tmp_path: Path) -> None:
     """Only the rank with the bad record stopped and the other hung; or NaN went into the weights."""
-    model = poisoned_model(tmp_path / "model")
+    model = poisoned_model(tmp_path / "model", POISON)
     output = {"checkpoint_every_steps": 1, "keep_checkpoints": 9}
     train = {"micro_batch_size": 1, "global_batch_size": 4, "learning_rate": 1e-3}
     sections = {"devices": devices, "method": "lora", "train": train, "output": output}
@@ -146,7 +138,7 @@ def test_the_same_start_on_both_ranks_is_accepted(model: Path, tmp_path: Path) -
     elsewhere = shutil.copytree(model, tmp_path / "model")
     other.config.write_text(other.config.read_text().replace(str(model), str(elsewhere)))
     start(folder, folders={1: other}).finish()
-    assert not (other.adapter.exists() or other.checkpoints.exists() or other.metrics.exists())
+    assert {path.name for path in other.path.iterdir()} == {"run.yaml", "records"}
 
 
 def test_a_rank_that_is_killed_ends_the_job(model: Path, tmp_path: Path) -> None:

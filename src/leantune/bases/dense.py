@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -9,19 +11,20 @@ from leantune.errors import ModelError
 from leantune.models.source import ModelSource
 
 
-def load(
-    source: ModelSource, *, dtype: torch.dtype, device: torch.device, attention: str
-) -> PreTrainedModel:
+def load(source: ModelSource, *, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
     """Read a model from safetensors onto `device`.
 
     Raises `ModelError` if it cannot be read, if its weights are pickled (`.bin`) only, or if
     weights are missing.
     """
     options = dict(source.options)
+    loader: Any = AutoModelForCausalLM
+    model: Any
+    report: dict[str, Any]
     if attention != "auto":
         options["attn_implementation"] = attention
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = loader.from_pretrained(
             source.location,
             dtype=dtype,
             use_safetensors=True,
@@ -39,4 +42,4 @@ def load(
             f"model.name: {source.name} lacks {len(missing)} weights of {type(model).__name__}: "
             f"{', '.join(missing[:5])}; it is not a complete causal language model"
         )
-    return model.to(device)  # pyright: ignore[reportArgumentType]
+    return model.to(device)

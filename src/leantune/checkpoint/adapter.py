@@ -19,6 +19,7 @@ from leantune.methods import Attached, attach_saved
 from leantune.models.source import fingerprint
 
 _FINGERPRINT = "base_fingerprint"
+_CONFIG_FILES = ("adapter_config.json", "reft_config.json")  # PEFT's, and that of ReFT
 
 
 def save_trained(
@@ -45,7 +46,7 @@ def save_trained(
         save_file(tensors, target / files.tensors_file, metadata={"format": "pt", _FINGERPRINT: mark})
 
     write_folder(folder, fill)
-    count = _compare(folder, tensors)
+    count = _compare(folder, tensors, read_tensors(folder / files.tensors_file)[0])
     return f"saved {folder}: {count} tensors read back, equal to memory bit for bit"
 
 
@@ -55,36 +56,42 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> Attached:
     Raises `CheckpointError` if there is none, if it was trained on a model of another
     architecture, or if a tensor fits nothing in this model.
     """
-    for config_path in sorted(folder.glob("*.json")):
-        config = _read_json(config_path)
-        attached = attach_saved(config_path.name, model, config)
-        if attached is None:
+    for config_file in _CONFIG_FILES:
+        if not (folder / config_file).is_file():
             continue
+        config = _read_json(folder / config_file)
+        _check_base(model, folder, config)
+        attached = attach_saved(config_file, model, config)
+        assert attached is not None
         files = attached.export()
         assert files is not None
-        tensors, metadata = read_tensors(folder / files.tensors_file)
-        trained_on = metadata.get(_FINGERPRINT)
-        if trained_on is not None and trained_on != fingerprint(model.config):
-            raise CheckpointError(
-                f"{folder} was trained on a model of another configuration "
-                f"({config.get('base_model_name_or_path')}, fingerprint {trained_on}; this model's is "
-                f"{fingerprint(model.config)}); load the model it was trained on"
-            )
-        attached.load(tensors, str(folder))
+        attached.load(read_tensors(folder / files.tensors_file)[0], str(folder))
         return attached
     raise CheckpointError(
         f"{folder} holds no adapter: expected adapter_config.json (LoRA) or reft_config.json (ReFT)"
     )
 
 
+def _check_base(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) -> None:
+    """Before anything is attached: is this the kind of model that the tensors were trained on?"""
+    for path in sorted(folder.glob("*.safetensors")):
+        trained_on, mine = read_tensors(path)[1].get(_FINGERPRINT), fingerprint(model.config)
+        if trained_on not in (None, mine):
+            raise CheckpointError(
+                f"{folder} was trained on a model of another configuration "
+                f"({config.get('base_model_name_or_path')}, fingerprint {trained_on}; this model's is "
+                f"{mine}); load the model it was trained on"
+            )
+
+
 def is_adapter(folder: Path) -> bool:
     """Whether the folder looks like an adapter of a known method."""
-    return any((folder / name).is_file() for name in ("adapter_config.json", "reft_config.json"))
+    return any((folder / name).is_file() for name in _CONFIG_FILES)
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None]:
     """The base model that an adapter names, and its revision."""
-    for name in ("adapter_config.json", "reft_config.json"):
+    for name in _CONFIG_FILES:
         if (folder / name).is_file():
             config = _read_json(folder / name)
             if config.get("base_model_name_or_path"):
@@ -104,7 +111,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
     """Write a whole model folder, read it back and compare; returns the line that says so."""
     write_folder(folder, lambda target: _write_model(model, tokenizer, target))
-    count = _compare(folder, dict(model.state_dict()), tied=True)
+    # Read as a model, not as files: transformers gives some tensors other names on disk.
+    again = type(model).from_pretrained(folder, dtype="auto", use_safetensors=True)
+    count = _compare(folder, dict(model.state_dict()), dict(again.state_dict()))
     return f"saved {folder}: {count} tensors read back, equal to memory bit for bit"
 
 
@@ -113,16 +122,10 @@ def _write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tar
     tokenizer.save_pretrained(target)
 
 
-def _compare(folder: Path, expected: Mapping[str, Tensor], tied: bool = False) -> int:
-    """Compare a saved folder with memory; returns the number of tensors. Tied copies may be absent."""
-    saved: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        saved.update(read_tensors(path)[0])
-    storages = {expected[name].data_ptr() for name in saved if name in expected}
+def _compare(folder: Path, expected: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> int:
+    """Compare what was read back with memory; returns the number of tensors."""
     for name, tensor in expected.items():
         if name not in saved:
-            if tied and tensor.data_ptr() in storages:
-                continue
             raise CheckpointError(f"{folder}: {name} was in memory but is not in the saved files")
         if saved[name].dtype != tensor.dtype or not torch.equal(saved[name], tensor.detach().cpu()):
             raise CheckpointError(f"{folder}: {name} differs from what was in memory; do not use this folder")

@@ -22,6 +22,9 @@ from leantune.checkpoint.atomic import write_file
 from leantune.checkpoint.replace_run import CLAIM, CONFIG, make_room
 from leantune.errors import CheckpointError, ConfigError
 
+# A run has at least one of these beside its configuration.
+_MARKS = ("records", "metrics.jsonl", "adapter", "result.json")
+
 
 class RunFolder:
     """The paths of a run, and the small files in it. Make one with `create` or `open`."""
@@ -70,17 +73,9 @@ class RunFolder:
     def open(cls, path: str | Path) -> RunFolder:
         """An existing run; raises `CheckpointError` with the runs nearby if there is none in `path`."""
         path = Path(path).expanduser()
-        if (path / CONFIG).is_file():
-            if (path / CONFIG).read_text(encoding="utf-8") == CLAIM:
-                raise CheckpointError(
-                    f"{path} is a run that ended before its data was prepared; "
-                    "train again with output.overwrite=true"
-                )
+        if _is_run(path):
             return cls(path)
-        what = "does not exist"
-        if path.exists():
-            what = f"has no {CONFIG}" if path.is_dir() else "is not a folder"
-        raise CheckpointError(f"{path} is not a run: it {what}{_hint(path)}")
+        raise CheckpointError(f"{path} is not a run: {_why_not(path)}{_hint(path)}")
 
     def discard_unused(self) -> None:
         """Remove a run whose training never began, so that its place is free again; keeps other files."""
@@ -170,10 +165,27 @@ def _step_of(line: bytes, path: Path, number: int) -> int:
     return step
 
 
+def _is_run(path: Path) -> bool:
+    """Whether this is a run, and not just a folder in which somebody keeps a run.yaml of his own."""
+    return (path / CONFIG).is_file() and any((path / mark).exists() for mark in _MARKS)
+
+
+def _why_not(path: Path) -> str:
+    if not path.exists():
+        return "it does not exist"
+    if not path.is_dir():
+        return "it is not a folder"
+    if not (path / CONFIG).is_file():
+        return f"it has no {CONFIG}"
+    if (path / CONFIG).read_bytes() == CLAIM.encode():
+        return "it ended before its data was prepared; train again with output.overwrite=true"
+    return f"it has a {CONFIG}, but nothing that a run writes"
+
+
 def _hint(path: Path) -> str:
     """The runs that may have been meant: above, below, or beside the path."""
     for parent in path.absolute().parents:
-        if (parent / CONFIG).is_file():
+        if _is_run(parent):
             return f"; did you mean {parent}?"
     if path.is_dir():
         below = _runs_in(path)
@@ -187,7 +199,7 @@ def _hint(path: Path) -> str:
 
 def _runs_in(folder: Path) -> list[Path]:
     """The runs directly in a folder, the latest first."""
-    found = [path.parent for path in folder.glob(f"*/{CONFIG}")]
+    found = [path.parent for path in folder.glob(f"*/{CONFIG}") if _is_run(path.parent)]
     return sorted(found, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
 
 

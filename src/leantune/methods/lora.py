@@ -7,7 +7,7 @@ the layer itself, its names and its kind (dense or packed) stay as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,7 +85,7 @@ class AttachedLora(Attached):
         return {name: module.lora for name, module in self.targets.items()}  # pyright: ignore[reportReturnType]
 
     @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> Generator[None]:
         for factors in self.factors().values():
             factors.enabled = False
         try:
@@ -119,7 +119,7 @@ class AttachedLora(Attached):
             "use_rslora": self.settings["rslora"],
             "target_modules": self.target_modules,
             "bias": "none",
-            "fan_in_fan_out": any(not isinstance(m, nn.Linear) for m in self.targets.values()),
+            "fan_in_fan_out": _are_transposed(self.targets),
             "inference_mode": True,
         }
 
@@ -153,7 +153,8 @@ def attach(
 
 
 def _update_output(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-    return module.lora(args[0], out)  # pyright: ignore[reportCallIssue]
+    factors: Any = module.lora
+    return factors(args[0], out)
 
 
 # Keys of PEFT that make another module of the same tensors.
@@ -209,6 +210,11 @@ def settings_from(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _are_transposed(targets: Mapping[str, nn.Module]) -> bool:
+    """Whether the weights are [in, out], as GPT-2 has them."""
+    return any(not isinstance(module, nn.Linear) for module in targets.values())
+
+
 def _shortest_targets(model: nn.Module, targets: Mapping[str, nn.Module]) -> list[str]:
     """Last names if they mean exactly these modules, to PEFT as to us; full names otherwise."""
     suffixes = {name.rpartition(".")[2] for name in targets}
@@ -223,7 +229,7 @@ class _AttachedPeft(AttachedLora):
         raise ModelError("method.implementation peft has no factors of leantune's; use leantune's to merge")
 
     @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> Generator[None]:
         from peft.tuners.lora import LoraLayer
 
         layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
@@ -258,6 +264,7 @@ def _attach_peft(
         lora_dropout=settings["dropout"],
         use_rslora=settings["rslora"],
         target_modules=sorted(targets),
+        fan_in_fan_out=_are_transposed(targets),
     )
     attached = _AttachedPeft(model, targets, settings)
     inject_adapter_in_model(config, model)

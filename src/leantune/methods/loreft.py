@@ -7,10 +7,10 @@ after the step: no d × d tensor exists, and a forward pass uses R as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +81,11 @@ class AttachedLoreft(Attached):
 
     def _named_interventions(self) -> dict[str, LoreftIntervention]:
         layer_of = {id(block): index for index, block in enumerate(decoder_blocks(self.model).values())}
-        return {
-            f"{layer_of[id(block)]}.{part}": module
-            for block in self.blocks.values()
-            for part, module in block.reft.items()  # pyright: ignore[reportCallIssue,reportUnknownVariableType,reportUnknownMemberType]
-        }
+        found: dict[str, LoreftIntervention] = {}
+        for block in self.blocks.values():
+            parts: Any = block.reft
+            found |= {f"{layer_of[id(block)]}.{part}": module for part, module in parts.items()}
+        return found
 
     def decay_free(self) -> set[str]:
         return super().decay_free() | {name for name in self.trainable() if name.endswith(".rotation")}
@@ -95,7 +95,7 @@ class AttachedLoreft(Attached):
         return min(half, self.first) + min(half, self.last)
 
     @contextmanager
-    def edits(self, prompt_lengths: Tensor, prompt_starts: Tensor | None = None) -> Iterator[None]:
+    def edits(self, prompt_lengths: Tensor, prompt_starts: Tensor | None = None) -> Generator[None]:
         starts = torch.zeros_like(prompt_lengths) if prompt_starts is None else prompt_starts
         widest = int((starts + prompt_lengths).max())
         outer, self._prompts = self._prompts, _Prompts(prompt_lengths, starts, widest)
@@ -105,7 +105,7 @@ class AttachedLoreft(Attached):
             self._prompts = outer
 
     @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> Generator[None]:
         self._enabled = False
         try:
             yield
@@ -115,7 +115,7 @@ class AttachedLoreft(Attached):
     def _note_cache(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """With a filled KV cache the prompt has been edited already; only new tokens come in."""
         if self._prompts is not None:
-            cache = kwargs.get("past_key_values")
+            cache: Any = kwargs.get("past_key_values")
             self._prompts.decoding = hasattr(cache, "get_seq_length") and int(cache.get_seq_length()) > 0
 
     def _edit_output(self, block: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
@@ -126,11 +126,13 @@ class AttachedLoreft(Attached):
                 "this model has ReFT interventions and does not know which prompt tokens to edit; call it "
                 "inside `edits(prompt_lengths)`, or inside `disabled()` for the base model"
             )
-        hidden_BTD: Tensor = output[0] if isinstance(output, tuple) else output
+        bare = not isinstance(output, tuple)
+        parts = cast("tuple[Any, ...]", (output,) if bare else output)
+        hidden_BTD: Tensor = parts[0]
         if self._prompts.decoding or hidden_BTD.shape[1] < self._prompts.widest:
             return output
         edited = self._edit(block, hidden_BTD)
-        return (edited, *output[1:]) if isinstance(output, tuple) else edited
+        return edited if bare else (edited, *parts[1:])
 
     def _edit(self, block: nn.Module, hidden_BTD: Tensor) -> Tensor:
         first, last = self._spans(hidden_BTD)

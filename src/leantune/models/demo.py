@@ -66,7 +66,7 @@ def _convert(gguf: Path, target: Path) -> None:
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
     config = quantised.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config
+        delattr(config, "quantization_config")
     config._name_or_path = "SmolLM2-135M-Instruct"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantised.state_dict())

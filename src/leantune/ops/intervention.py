@@ -6,6 +6,7 @@ Legend: n edited positions, d hidden size, r rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,15 +33,17 @@ def loreft_delta(
 def orthonormalise(matrix_dr: Tensor) -> Tensor:
     """The columns made orthonormal by two rounds of Cholesky QR: r × r work, no d × d tensor.
 
-    Works on [d, r] or on a stack [..., d, r]. The second round brings the error of an
-    ill-conditioned input down to rounding. Raises `torch.linalg.LinAlgError` if the columns
-    are linearly dependent.
+    Works on [d, r] or on a stack [..., d, r], in float64: sums of d squares in fp32 are off by
+    2e-6 at d = 4096. The second round brings the error of an ill-conditioned input down to
+    rounding. Raises `torch.linalg.LinAlgError` if the columns are linearly dependent.
     """
+    linalg: Any = torch.linalg  # it comes without types
+    frame_dr = matrix_dr.double()
     for _ in range(2):
-        gram_rr = matrix_dr.mT @ matrix_dr
-        factor = torch.linalg.cholesky(gram_rr)
-        matrix_dr = torch.linalg.solve_triangular(factor, matrix_dr.mT, upper=False).mT
-    return matrix_dr.contiguous()
+        factor: Tensor = linalg.cholesky(frame_dr.mT @ frame_dr)
+        columns_rd: Tensor = linalg.solve_triangular(factor, frame_dr.mT, upper=False)
+        frame_dr = columns_rd.mT
+    return frame_dr.to(matrix_dr.dtype).contiguous()
 
 
 @torch.no_grad()

@@ -183,7 +183,9 @@ def test_overrides_alone_make_a_configuration() -> None:
     assert (config.model.name, config.method.name) == ("m", "loreft")
 
 
-@pytest.mark.parametrize("override", ["train.epochs", "=3", "train.epochs=[1", "data.train=2024-13-01", "--epochs 3"])
+@pytest.mark.parametrize(
+    "override", ["train.epochs", "=3", "train.epochs=[1", "data.train=2024-13-01", "--epochs 3"]
+)
 def test_an_override_that_cannot_be_read_is_a_problem(override: str) -> None:
     tree: dict[str, Any] = {}
     (problem,) = apply_overrides(tree, [override])

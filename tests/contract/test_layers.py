@@ -1,0 +1,170 @@
+"""The order of the layers: imports go down only, and siblings do not know each other."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+import leantune
+from leantune.bases.registry import load_base
+from leantune.config.grid import BASES, METHODS, REFUSED, STRATEGIES
+from leantune.config.schema import DenseBase, Method, RunConfig, Strategy
+from leantune.methods import method_names
+
+ROOT = Path(leantune.__file__).parent
+LEVELS = {
+    "errors": 0,
+    "recipes": 0,
+    "config": 0,
+    "verbs": 0,
+    "ops": 1,
+    "models": 2,
+    "bases": 3,
+    "methods": 3,
+    "strategies": 3,
+    "data": 3,
+    "checkpoint": 4,
+    "train": 5,
+    "generate": 5,
+    "evaluate": 6,
+    "api": 7,
+    "cli": 7,
+}
+# The package itself offers the verbs, and `python -m leantune` is the command line.
+ABOVE_ALL = {"__init__", "__main__"}
+# Configuration errors are errors; a package that is a verb finds its function when it is called; the
+# command line is a shell around the functions.
+ALLOWED = {("config", "errors"), ("verbs", "api"), ("cli", "api")}
+
+
+def part_of(path: Path) -> str:
+    """`train` for train/loop.py, `api` for api.py."""
+    first = path.relative_to(ROOT).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every module of leantune that a file imports, anywhere in it."""
+    package = ".".join(["leantune", *path.relative_to(ROOT).parent.parts])
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join(
+                    [*package.split(".")[: len(package.split(".")) - node.level + 1], base]
+                ).rstrip(".")
+            names = [f"{base}.{alias.name}" for alias in node.names] if base == "leantune" else [base]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            names = [str(node.args[0].value)] if ast.unparse(node.func).endswith("import_module") else []
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "leantune")
+
+
+SOURCES = sorted(ROOT.rglob("*.py"))
+
+
+def test_every_part_of_the_package_has_a_level() -> None:
+    assert {part_of(path) for path in SOURCES} <= LEVELS.keys() | ABOVE_ALL
+
+
+def test_imports_go_down_and_never_sideways() -> None:
+    found: list[str] = []
+    for path in SOURCES:
+        importer = part_of(path)
+        if importer in ABOVE_ALL:
+            continue
+        for line, name in imported(path):
+            part = name.split(".")[1] if "." in name else "__init__"
+            if part == importer or (importer, part) in ALLOWED:
+                continue
+            if LEVELS.get(part, 99) >= LEVELS[importer]:
+                found.append(f"{path.relative_to(ROOT)}:{line}: {importer} imports {name}")
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "part", ["errors", "config", "verbs", "strategies/launch.py", "strategies/failure.py"]
+)
+def test_what_answers_at_once_imports_nothing_heavy_at_the_top(part: str) -> None:
+    """A starting process must not pay for torch: it starts others that do."""
+    place = ROOT / part
+    files = (
+        sorted(place.rglob("*.py"))
+        if place.is_dir()
+        else [place if place.suffix else place.with_suffix(".py")]
+    )
+    heavy: list[str] = []
+    for path in files:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            heavy += [
+                f"{path.name}: {n}" for n in names if n.split(".")[0] in ("torch", "transformers", "datasets")
+            ]
+    assert heavy == []
+
+
+def test_the_package_imports_its_verbs_lazily() -> None:
+    """`import leantune` at the top level of the package may reach level 0 only."""
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    eager = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert {str(name).split(".")[1] for name in eager if str(name).startswith("leantune.")} <= {
+        "config",
+        "errors",
+    }
+
+
+def names_in(union: Any) -> set[str]:
+    """The `name` of every section in an annotated union."""
+    (members, *_) = get_args(union)
+    return {str(member.model_fields["name"].default) for member in get_args(members)}
+
+
+def test_the_table_of_the_grid_the_schema_and_the_folders_agree() -> None:
+    """A method that the schema offers but no file implements fails hours into a queue."""
+    assert set(METHODS) == set(method_names()) == names_in(Method)
+    assert set(STRATEGIES) == names_in(Strategy)
+    assert set(BASES) == {DenseBase.model_fields["name"].default}
+    bases = {path.stem for path in (ROOT / "bases").glob("*.py")} - {"__init__", "registry"}
+    assert bases == set(BASES)
+    strategies = {path.stem for path in (ROOT / "strategies").glob("*.py")}
+    assert set(STRATEGIES) <= strategies
+
+
+def test_every_value_of_an_axis_offers_what_the_run_calls() -> None:
+    for name in METHODS:
+        assert callable(importlib.import_module(f"leantune.methods.{name}").attach)
+    for name in BASES:
+        assert callable(importlib.import_module(f"leantune.bases.{name}").load)
+    for name in STRATEGIES:
+        assert callable(importlib.import_module(f"leantune.strategies.{name}").sum_over_ranks)
+    assert callable(load_base)
+
+
+def test_the_settings_of_the_schema_are_those_of_attach() -> None:
+    """A key that attach does not take would crash; one it takes but the schema lacks cannot be set."""
+    import inspect
+
+    for section in get_args(get_args(Method)[0]):
+        name = section.model_fields["name"].default
+        attach = importlib.import_module(f"leantune.methods.{name}").attach
+        parameters = set(inspect.signature(attach).parameters) - {"model", "seed"}
+        assert set(section.model_fields) - {"name"} == parameters
+        for key in parameters:
+            assert section.model_fields[key].default == inspect.signature(attach).parameters[key].default
+
+
+def test_refused_cells_name_values_that_exist() -> None:
+    for method, base, strategy in REFUSED:
+        assert method in (*METHODS, "*")
+        assert base in (*BASES, "*")
+        assert strategy in (*STRATEGIES, "*")
+    assert set(RunConfig.model_fields) >= {"method", "base", "strategy"}
