@@ -20,7 +20,9 @@ from pathlib import Path
 from measure import alpaca_like, table
 
 
-def start(folder: Path, name: str, data: Path, method: str, steps: int, devices: int) -> subprocess.Popen[bytes]:
+def start(
+    folder: Path, name: str, data: Path, method: str, steps: int, devices: int
+) -> subprocess.Popen[bytes]:
     """Start one training run in the background."""
     overrides = [
         "model=demo",
@@ -73,7 +75,9 @@ def main() -> None:
             both = speed(folder / f"ddp{number}")
             alone = [speed(folder / name) for name in names]
             ratios.append(both / sum(alone))
-            rows.append({"round": number, "ddp": both, "alone a": alone[0], "alone b": alone[1], "ratio": ratios[-1]})
+            rows.append(
+                {"round": number, "ddp": both, "alone a": alone[0], "alone b": alone[1], "ratio": ratios[-1]}
+            )
     print(table(rows))
     print(f"\nddp / sum of independent runs: {statistics.median(ratios):.2f} (goal: at least 0.9)")
 

@@ -27,10 +27,10 @@ RANK, ALPHA, BATCH, RATE = 16, 32.0, 8, 1e-3
 def leantune_side(data: str, records: int, max_length: int) -> dict[str, Any]:
     """`leantune.train` as anybody would call it; the first step warms up and is not counted."""
     from leantune import api
-    from leantune.cli.allocator import keep_freed_memory
+    from leantune.cli.allocator import tune_allocator
     from leantune.train import assemble
 
-    keep_freed_memory()
+    tune_allocator()
     build = assemble._build_model
     base: list[int] = []
 
@@ -46,7 +46,11 @@ def leantune_side(data: str, records: int, max_length: int) -> dict[str, Any]:
             "model": "demo",
             "data": {"train": data, "max_records": records, "max_length": max_length, "template": "alpaca"},
             "method": {"name": "lora", "rank": RANK, "alpha": ALPHA},
-            "train": {"learning_rate": RATE, "micro_batch_size": BATCH, "max_steps": max(2, records // BATCH)},
+            "train": {
+                "learning_rate": RATE,
+                "micro_batch_size": BATCH,
+                "max_steps": max(2, records // BATCH),
+            },
             "output": {"dir": f"{folder}/run", "checkpoints": False},
         }
         api.train(config, notify=rows.append, quiet=True)
@@ -54,7 +58,12 @@ def leantune_side(data: str, records: int, max_length: int) -> dict[str, Any]:
     tokens, spent = sum(r["total_tokens"] for r in rows), rows[-1]["seconds"] - rows[0]["seconds"]
     tokens -= rows[0]["total_tokens"]
     peak = status_kib("VmHWM") - base[0]
-    return {"tokens_per_second": tokens / spent, "peak_gib": peak / 2**20, "loss": rows[-1]["loss"], "steps": len(rows)}
+    return {
+        "tokens_per_second": tokens / spent,
+        "peak_gib": peak / 2**20,
+        "loss": rows[-1]["loss"],
+        "steps": len(rows),
+    }
 
 
 def trainer_side(data: str, records: int, max_length: int) -> dict[str, Any]:
@@ -158,7 +167,9 @@ def main() -> None:
     print(table(rows))
     speed = {s: statistics.median(r["tokens_per_second"] for r in rows if r["side"] == s) for s in SIDES}
     peak = {s: statistics.median(r["peak_gib"] for r in rows if r["side"] == s) for s in SIDES}
-    print(f"\nreal tokens/s: {speed['leantune'] / speed['trainer']:.2f} times the Trainer's (goal: at least 2.2)")
+    print(
+        f"\nreal tokens/s: {speed['leantune'] / speed['trainer']:.2f} times the Trainer's (goal: at least 2.2)"
+    )
     print(f"peak memory: {peak['leantune'] / peak['trainer']:.2f} times the Trainer's (goal: at most 0.6)")
 
 

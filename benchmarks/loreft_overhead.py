@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import alpaca_like
 from torch import nn
 
 from leantune.bases import load_base
-from leantune.cli.allocator import keep_freed_memory
+from leantune.cli.allocator import tune_allocator
 from leantune.config.schema import DataSection
 from leantune.data.batches import MicroBatch, collate, epoch_windows
 from leantune.data.prepare import prepare_data
@@ -31,11 +30,15 @@ from leantune.methods import attach
 from leantune.models.source import load_tokenizer, resolve_model
 from leantune.train.forward import summed_loss
 
+from measure import alpaca_like
+
 
 def batches(folder: Path, count: int, size: int) -> list[MicroBatch]:
     """Alpaca-like batches of similar lengths, as training forms them."""
     tokenizer = load_tokenizer(resolve_model("demo"))
-    section = DataSection(train=str(alpaca_like(folder / "r.json", count * size)), template="alpaca", max_length=512)
+    section = DataSection(
+        train=str(alpaca_like(folder / "r.json", count * size)), template="alpaca", max_length=512
+    )
     records = prepare_data(section, tokenizer, 0).train
     windows = epoch_windows(records.lengths, size, 0, 0, True)
     return [collate(records, window, 0) for window in windows if len(window) == size][:count]
@@ -56,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(2)
-    keep_freed_memory()
+    tune_allocator()
     device = torch.device("cpu")
     model = load_base("dense", resolve_model("demo"), dtype=torch.float32, device=device).train()
     offset = nn.Parameter(torch.zeros(model.config.hidden_size))
@@ -86,7 +89,9 @@ def main() -> None:
             for index, kind in enumerate(ratios):
                 ratios[kind].append(2 * edited[index] / (base[index] + again[index]))
     for kind, values in ratios.items():
-        print(f"{kind} time with interventions / without: {statistics.median(values):.3f} (goal: at most 1.05)")
+        print(
+            f"{kind} time with interventions / without: {statistics.median(values):.3f} (goal: at most 1.05)"
+        )
 
 
 if __name__ == "__main__":

@@ -12,17 +12,23 @@ def parse() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description="LoReFT on Alpaca records")
     parser.add_argument("--model_name_or_path", required=True, help="model folder, hub id, or demo")
     parser.add_argument("--data_path", required=True, help="records with instruction, input, output")
-    parser.add_argument("--output_dir", required=True, help="run folder; numbered if it holds something already")
+    parser.add_argument(
+        "--output_dir", required=True, help="run folder; numbered if it holds something already"
+    )
     parser.add_argument("--layers", default="all", help='blocks to edit, e.g. "8;19"')
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--position", default="f1+l1", help="prompt tokens to edit")
-    parser.add_argument("--share_weights", action="store_true", help="one intervention for first and last tokens")
+    parser.add_argument(
+        "--share_weights", action="store_true", help="one intervention for first and last tokens"
+    )
     parser.add_argument("--num_train_epochs", type=float, default=1.0)
     parser.add_argument("--per_device_train_batch_size", type=int, default=4)
     parser.add_argument("--per_device_eval_batch_size", type=int, default=4)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     # Flags whose other values would need settings that this example does not have are refused by `choices`.
-    parser.add_argument("--evaluation_strategy", choices=["no"], default="no", help="there is no validation set here")
+    parser.add_argument(
+        "--evaluation_strategy", choices=["no"], default="no", help="there is no validation set here"
+    )
     parser.add_argument("--save_strategy", choices=["no", "epoch"], default="no", help="checkpoints")
     parser.add_argument("--logging_steps", type=int, choices=[1], default=1, help="every step is logged")
     parser.add_argument("--learning_rate", type=float, default=2e-5)

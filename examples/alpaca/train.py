@@ -6,6 +6,7 @@
 """
 
 import leantune
+
 from arguments import parse
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """LoReFT on Alpaca on several devices; torchrun says how many.
 
-    torchrun --nproc_per_node 4 train_multigpu.py (the flags of train.py)
+torchrun --nproc_per_node 4 train_multigpu.py (the flags of train.py)
 """
 
 import os
 
 import leantune
+
 from arguments import parse
 
 if __name__ == "__main__":

@@ -24,7 +24,18 @@ from leantune.errors import (
 )
 
 if TYPE_CHECKING:
-    from leantune.api import Model, RunResult, Sampling, compare, evaluate, generate, load, merge, resume, train
+    from leantune.api import (
+        Model,
+        RunResult,
+        Sampling,
+        compare,
+        evaluate,
+        generate,
+        load,
+        merge,
+        resume,
+        train,
+    )
 
 __version__ = "0.1.0"
 

@@ -72,7 +72,12 @@ class Model:
         parts = self.trained
         stops = parts.template.stop_token_ids
         return decode_stream(
-            parts.model, parts.tokenizer, rendered, sampling or Sampling(), parts.attached, stop_token_ids=stops
+            parts.model,
+            parts.tokenizer,
+            rendered,
+            sampling or Sampling(),
+            parts.attached,
+            stop_token_ids=stops,
         )
 
     def example_prompt(self, example: Example) -> str:
@@ -158,14 +163,18 @@ def evaluate(
 
 
 def compare(
-    prompts: Sequence[str], models: Sequence[str | Path], sampling: Sampling | None = None, base: str | None = None
+    prompts: Sequence[str],
+    models: Sequence[str | Path],
+    sampling: Sampling | None = None,
+    base: str | None = None,
 ) -> Comparison:
     """Answers of several models side by side; the word `base` stands for the base model of the first run."""
     named = [str(path) for path in models]
     if len(set(named)) != len(named):
         raise ConfigError(f"the same model is named twice: {', '.join(named)}")
     columns = {
-        name: load(_base_of(named, base) if name == "base" else name).generate(prompts, sampling) for name in named
+        name: load(_base_of(named, base) if name == "base" else name).generate(prompts, sampling)
+        for name in named
     }
     return compare_answers(prompts, columns)
 
@@ -181,5 +190,6 @@ def _base_of(models: Sequence[str], base: str | None) -> str:
     for name in models:
         if (Path(name) / CONFIG).is_file():
             return load_config(Path(name) / CONFIG).model.name
-    raise ConfigError("base: no run is named beside it, so there is no telling which model it is; use --base MODEL")
-
+    raise ConfigError(
+        "base: no run is named beside it, so there is no telling which model it is; use --base MODEL"
+    )

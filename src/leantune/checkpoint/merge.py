@@ -32,8 +32,8 @@ def merge_run(path: Path, target: Path, base: str | None = None) -> list[str]:
     trained = load_trained(path, base, device="cpu")
     if trained.attached.name not in ("lora", "base"):
         raise CheckpointError(
-            f"{path} is a {trained.attached.name} adapter: it edits hidden states at chosen prompt tokens, which "
-            "no change of weights can do; use the adapter as it is (leantune generate, leantune.load)"
+            f"{path} is a {trained.attached.name} adapter: it edits hidden states at chosen prompt tokens, "
+            "which no change of weights can do; use the adapter as it is (leantune generate, leantune.load)"
         )
     samples = _samples(trained.model)
     expected = _logits(trained.model, samples)
@@ -73,4 +73,3 @@ def _samples(model: PreTrainedModel) -> Tensor:
 @torch.no_grad()
 def _logits(model: PreTrainedModel, samples: Tensor) -> Tensor:
     return model(input_ids=samples, use_cache=False).logits.float()
-

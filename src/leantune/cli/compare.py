@@ -11,12 +11,21 @@ from leantune.cli.sampling import add_sampling_arguments, sampling_from
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The prompts and the models."""
     parser.add_argument(
-        "models", nargs="+", metavar="MODEL", help="runs, adapter or model folders, hub ids; `base`: the runs' base model"
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="runs, adapter or model folders, hub ids; `base`: the runs' base model",
     )
     parser.add_argument("--prompts", metavar="FILE", help=".txt, .json or .jsonl file of prompts")
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
-    parser.add_argument("--base", metavar="MODEL", help="what `base` stands for; default: the first run's model")
-    parser.add_argument("--html", default="compare.html", metavar="FILE", help="the page to write (default %(default)s)")
+    parser.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated"
+    )
+    parser.add_argument(
+        "--base", metavar="MODEL", help="what `base` stands for; default: the first run's model"
+    )
+    parser.add_argument(
+        "--html", default="compare.html", metavar="FILE", help="the page to write (default %(default)s)"
+    )
     add_sampling_arguments(parser)
 
 

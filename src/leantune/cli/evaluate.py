@@ -15,12 +15,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the records, the metrics."""
     parser.add_argument("model", metavar="RUN", help="run, adapter or model folder, hub id, or demo")
     parser.add_argument(
-        "--data", metavar="FILE", help="records (file, folder, hub id, text-to-sql); default: the run's validation records"
+        "--data",
+        metavar="FILE",
+        help="records (file, folder, hub id, text-to-sql); default: the run's validation records",
     )
     parser.add_argument("--split", metavar="NAME", help="split of a hub data set or folder")
     parser.add_argument("--format", default="auto", help="shape of a record (default: detected)")
     parser.add_argument(
-        "--column", action="append", default=[], metavar="FIELD=COLUMN", help="your column for a field of the format"
+        "--column",
+        action="append",
+        default=[],
+        metavar="FIELD=COLUMN",
+        help="your column for a field of the format",
     )
     parser.add_argument(
         "--metrics", metavar="LIST", help=f"comma-separated: {METRICS}; default: what fits the records"
@@ -67,5 +73,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{result.name} on {result.num_records} records of {result.source}")
     for metric, value in result.values.items():
         judged = result.scores.get(metric)
-        print(f"  {metric}: " + (f"{100 * value:.1f} % ({judged.correct} of {judged.total})" if judged else f"{value:.4f}"))
+        print(
+            f"  {metric}: "
+            + (f"{100 * value:.1f} % ({judged.correct} of {judged.total})" if judged else f"{value:.4f}")
+        )
     return 0

@@ -12,8 +12,12 @@ from leantune.cli.sampling import add_model_arguments, add_sampling_arguments, s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model and the prompts."""
     parser.add_argument("model", metavar="RUN", help="run, adapter or model folder, hub id, or demo")
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; default: one a line of standard input")
-    parser.add_argument("--prompts", dest="file", metavar="FILE", help=".txt, .json or .jsonl file of prompts")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="prompts; default: one a line of standard input"
+    )
+    parser.add_argument(
+        "--prompts", dest="file", metavar="FILE", help=".txt, .json or .jsonl file of prompts"
+    )
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts decoded together")
     parser.add_argument("--json", action="store_true", help="one JSON object a line: prompt and answer")
     add_model_arguments(parser)

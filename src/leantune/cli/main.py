@@ -7,7 +7,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from leantune.cli.allocator import tune_allocator
 from leantune.errors import ConfigError, LeantuneError
 
 # verb -> (module of leantune.cli, one line of help)
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{" + ",".join(shown) + "}")
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     for verb, (module, text) in VERBS.items():
-        options = {} if text is argparse.SUPPRESS else {"help": text}
+        options: dict[str, Any] = {} if text is argparse.SUPPRESS else {"help": text}
         subparser = verbs.add_parser(
             verb, description=text, formatter_class=argparse.RawDescriptionHelpFormatter, **options
         )
@@ -44,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             implementation.add_arguments(subparser)
             subparser.set_defaults(run=implementation.run)
     parsed = parser.parse_args(arguments)
+    tune_allocator()
     try:
         return int(parsed.run(parsed) or 0)
     except LeantuneError as error:

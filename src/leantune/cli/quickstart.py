@@ -21,8 +21,12 @@ _SHOWN = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Overrides of the recipe, and how many questions are asked."""
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change the recipe, e.g. method=lora")
-    parser.add_argument("--questions", type=int, default=64, metavar="N", help="held-out questions (default %(default)s)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="change the recipe, e.g. method=lora"
+    )
+    parser.add_argument(
+        "--questions", type=int, default=64, metavar="N", help="held-out questions (default %(default)s)"
+    )
     parser.add_argument("--print-recipe", action="store_true", help="print the run file and leave")
 
 
@@ -96,7 +100,9 @@ def _ask(console: Console, model: str, config: RunConfig, questions: int) -> Eva
             on_progress=lambda done, total: status.update(f"{done} of {total} questions answered"),
         )
     judged = evaluation.scores["sql_execution"]
-    console.print(f"{model}: {judged.correct} of {judged.total} queries give the right result when run in SQLite")
+    console.print(
+        f"{model}: {judged.correct} of {judged.total} queries give the right result when run in SQLite"
+    )
     return evaluation
 
 
@@ -111,7 +117,9 @@ def _side_by_side(before: Evaluation, after: Evaluation, count: int) -> Any:
     right = {"before": before.scores["sql_execution"], "after": after.scores["sql_execution"]}
     answers = {"before": before.answers, "after": after.answers}
     columns = {"wanted": [row["answer"] for row in rows[:count]]} | {
-        name: [f"{'✓' if right[name].per_record[i] else '✗'} {answers[name][i].strip()}" for i in range(count)]
+        name: [
+            f"{'✓' if right[name].per_record[i] else '✗'} {answers[name][i].strip()}" for i in range(count)
+        ]
         for name in ("before", "after")
     }
     return compare(prompts, columns, title="Text to SQL on unseen tables")
@@ -132,7 +140,9 @@ def _summary(console: Console, numbers: dict[str, Any], trained: int) -> None:
         f"({numbers['tokens_per_second']:.0f} tokens/s), {numbers['seconds']:.0f} s in all, "
         f"peak memory {numbers['peak_memory_gib']:.2f} GiB"
     )
-    console.print(f"saved in {folder}: run.yaml, metrics.jsonl, adapter/, checkpoints/, samples.md, result.json")
+    console.print(
+        f"saved in {folder}: run.yaml, metrics.jsonl, adapter/, checkpoints/, samples.md, result.json"
+    )
     console.print("next:", style="bold")
     for line in (
         f"leantune eval {folder} --data text-to-sql --max-records 200",

@@ -13,9 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Join the other ranks and train."""
-    from leantune.cli.allocator import keep_freed_memory
     from leantune.train.session import run_rank
 
-    keep_freed_memory()
     run_rank(args.folder, args.quiet)
     return 0

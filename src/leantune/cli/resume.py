@@ -11,7 +11,9 @@ from leantune.cli.results import print_result
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run folder, and where it goes on."""
     parser.add_argument("folder", metavar="RUN", help="run folder")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example strategy.devices=2")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="for example strategy.devices=2"
+    )
     add_node_arguments(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress on the terminal")
 

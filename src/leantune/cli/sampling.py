@@ -12,9 +12,13 @@ if TYPE_CHECKING:
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -> None:
     """Greedy by default; a temperature turns sampling on."""
     group = parser.add_argument_group("decoding (greedy unless a temperature is given)")
-    group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="default %(default)s")
+    group.add_argument(
+        "--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="default %(default)s"
+    )
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to P")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to P"
+    )
     group.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens")
     group.add_argument("--num-beams", type=int, default=1, metavar="N", help="beam search")
     group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
@@ -39,5 +43,7 @@ def sampling_from(args: argparse.Namespace) -> Sampling:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """What is loaded, and on what."""
     parser.add_argument("--base", metavar="MODEL", help="base model of an adapter folder, if it has moved")
-    parser.add_argument("--template", metavar="NAME", help="chat, alpaca, plain or a Jinja file; default: the run's")
+    parser.add_argument(
+        "--template", metavar="NAME", help="chat, alpaca, plain or a Jinja file; default: the run's"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")

@@ -14,7 +14,9 @@ from leantune.config.describe import help_text
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run file and overrides; the help lists every key."""
     parser.add_argument("config", nargs="?", metavar="run.yaml", help="run file; may be left out")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that win over the file"
+    )
     add_node_arguments(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress on the terminal")
     parser.description = "Train as a run file says. Every key can be given as section.key=value."

@@ -77,7 +77,9 @@ def evaluate_model(
     template = _template(trained, name)
     values: dict[str, float] = {}
     if set(wanted) & set(LOSS_METRICS):
-        encoded = encode_examples(examples, template, EncodingRules(max_length, "truncate", "answer"), source=data)
+        encoded = encode_examples(
+            examples, template, EncodingRules(max_length, "truncate", "answer"), source=data
+        )
         values |= _losses(trained, encoded, wanted, micro_batch_size)
     judged = [metric for metric in wanted if metric not in LOSS_METRICS]
     answers: list[str] = []

@@ -138,7 +138,9 @@ def _build_model(config: RunConfig, world: World) -> tuple[PreTrainedModel, Atta
             raise ModelError(
                 f"train.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
             )
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers renames the method in version 6.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     return model, attached
 
 

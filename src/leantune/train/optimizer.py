@@ -29,7 +29,7 @@ def build_optimizer(
     spared = [p for n, p in trainable.items() if n in decay_free]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    kinds: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    kinds: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, {"betas": betas, "eps": eps, "fused": True}),
         "adam": (torch.optim.Adam, {"betas": betas, "eps": eps, "fused": True}),
         "sgd": (torch.optim.SGD, {"momentum": momentum}),
