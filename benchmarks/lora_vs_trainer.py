@@ -167,9 +167,8 @@ def main() -> None:
     print(table(rows))
     speed = {s: statistics.median(r["tokens_per_second"] for r in rows if r["side"] == s) for s in SIDES}
     peak = {s: statistics.median(r["peak_gib"] for r in rows if r["side"] == s) for s in SIDES}
-    print(
-        f"\nreal tokens/s: {speed['leantune'] / speed['trainer']:.2f} times the Trainer's (goal: at least 2.2)"
-    )
+    ratio = speed["leantune"] / speed["trainer"]
+    print(f"\nreal tokens/s: {ratio:.2f} times the Trainer's (goal: at least 2.2)")
     print(f"peak memory: {peak['leantune'] / peak['trainer']:.2f} times the Trainer's (goal: at most 0.6)")
 
 
