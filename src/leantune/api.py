@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,9 +11,8 @@ from typing import Any
 from leantune.checkpoint.merge import merge_run
 from leantune.checkpoint.run_folder import CONFIG, RunFolder
 from leantune.checkpoint.trained import Trained, load_trained
-from leantune.config import RunConfig, load_config, validate
+from leantune.config import RunConfig, apply_overrides, load_config, validate
 from leantune.config.resume import resumed_config
-from leantune.data.examples import Example
 from leantune.errors import ConfigError
 from leantune.evaluate.compare import Comparison
 from leantune.evaluate.compare import compare as compare_answers
@@ -80,10 +80,6 @@ class Model:
             stop_token_ids=stops,
         )
 
-    def example_prompt(self, example: Example) -> str:
-        """The rendered prompt of a record."""
-        return self.trained.template.prompt(example)
-
 
 def train(
     config: ConfigLike,
@@ -97,8 +93,10 @@ def train(
 ) -> RunResult | None:
     """Train as a run file, a mapping of plain values, or a `RunConfig` says.
 
-    `notify` is called with each row of metrics when one process trains. Returns None on ranks
-    that were interrupted. Raises `ConfigError` with every problem of the configuration.
+    `overrides` are `section.key=value` texts that win over a file or mapping. `notify` is called
+    with each row of metrics, in this process, however many train. Returns None on machines other
+    than the first. Raises `ConfigError` with every problem of the configuration, and SystemExit
+    (130 or 143) if the run was interrupted.
     """
     if isinstance(config, str | Path):
         parsed = load_config(config, overrides, os.environ)
@@ -108,7 +106,9 @@ def train(
             raise ConfigError("overrides go with a run file; change the RunConfig itself instead")
         parsed = config
     else:
-        parsed = validate(config, os.environ)
+        tree = copy.deepcopy(dict(config))
+        problems = apply_overrides(tree, overrides)
+        parsed = validate(tree, os.environ, problems=problems)
     node = {"node_rank": node_rank, "rdzv_endpoint": rdzv_endpoint}
     return start_run(parsed, name or parsed.method.name, notify=notify, quiet=quiet, **node)
 

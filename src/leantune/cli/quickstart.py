@@ -122,7 +122,7 @@ def _side_by_side(before: Evaluation, after: Evaluation, count: int) -> Any:
         ]
         for name in ("before", "after")
     }
-    return compare(prompts, columns, title="Text to SQL on unseen tables")
+    return compare(prompts, columns, title="Text to SQL on unseen tables", marked=False)
 
 
 def _summary(console: Console, numbers: dict[str, Any], trained: int) -> None:

@@ -25,11 +25,12 @@ class Comparison:
     columns: Mapping[str, tuple[str, ...]]
     title: str = "Answers side by side"
     metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
+    marked: bool = True
 
     def differs(self, column: str, row: int) -> bool:
-        """Whether this answer is another one than that of the first column, white space aside."""
+        """Whether this answer is marked as another one than that of the first column, white space aside."""
         first = next(iter(self.columns.values()))[row]
-        return self.columns[column][row].split() != first.split()
+        return self.marked and self.columns[column][row].split() != first.split()
 
     def num_different(self, column: str) -> int:
         """Answers of this column that differ from the first column's."""
@@ -81,9 +82,11 @@ def compare(
     *,
     title: str = "Answers side by side",
     metadata: Mapping[str, Mapping[str, object]] | None = None,
+    marked: bool = True,
 ) -> Comparison:
     """Put the answers of each model (name: answers in the order of the prompts) side by side.
 
+    `marked`: point out the answers that differ from the first column's.
     Raises `DataError` if a column has more or fewer answers than there are prompts.
     """
     if not columns:
@@ -97,7 +100,7 @@ def compare(
     unknown = sorted(facts.keys() - columns.keys())
     if unknown:
         raise DataError(f"metadata of {', '.join(unknown)}, but the columns are {', '.join(columns)}")
-    return Comparison(tuple(prompts), {name: tuple(a) for name, a in columns.items()}, title, facts)
+    return Comparison(tuple(prompts), {name: tuple(a) for name, a in columns.items()}, title, facts, marked)
 
 
 def _fenced(text: str) -> str:

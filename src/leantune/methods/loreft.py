@@ -187,9 +187,11 @@ class AttachedLoreft(Attached):
     def describe(self) -> list[str]:
         layers = sorted({int(name.partition(".")[0]) for name in self.interventions()})
         kind = "tied" if self.settings["tied"] else "untied"
+        everywhere = len(layers) == len(decoder_blocks(self.model))
+        where = f"all {len(layers)} blocks" if everywhere else f"blocks {', '.join(map(str, layers))}"
         return [
             f"LoReFT rank {self.settings['rank']}, position {self.settings['position']} ({kind}), "
-            f"at the outputs of {len(layers)} blocks: {', '.join(map(str, layers))}"
+            f"at the outputs of {where}"
         ]
 
     def export(self) -> AdapterFiles:

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def demo_folder() -> Path:
     version = importlib.metadata.version(_PACKAGE)
     folder = cache_root() / "models" / f"SmolLM2-135M-Instruct-{version}"
     if not (folder / "config.json").is_file():
+        print(f"converting the demo model once, half a minute, into {folder}", file=sys.stderr)
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".converting-"))
         try:
