@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from leantune.cli.allocator import tune_allocator
+
 from measure import alpaca_like, child, reset_peak, status_kib, table
 
 RANK, ALPHA, BATCH, RATE = 16, 32.0, 8, 1e-3
@@ -27,10 +29,8 @@ RANK, ALPHA, BATCH, RATE = 16, 32.0, 8, 1e-3
 def leantune_side(data: str, records: int, max_length: int) -> dict[str, Any]:
     """`leantune.train` as anybody would call it; the first step warms up and is not counted."""
     from leantune import api
-    from leantune.cli.allocator import tune_allocator
     from leantune.train import assemble
 
-    tune_allocator()
     build = assemble._build_model
     base: list[int] = []
 
@@ -151,6 +151,8 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
+        if args.side == "leantune":
+            tune_allocator()  # as the command line does
         import torch
 
         torch.set_num_threads(2)

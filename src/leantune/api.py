@@ -10,7 +10,7 @@ from typing import Any
 
 from leantune.checkpoint.merge import merge_run
 from leantune.checkpoint.run_folder import CONFIG, RunFolder
-from leantune.checkpoint.trained import Trained, load_trained
+from leantune.checkpoint.trained import Trained, is_trained, load_trained
 from leantune.config import RunConfig, apply_overrides, load_config, validate
 from leantune.config.resume import resumed_config
 from leantune.errors import ConfigError
@@ -20,9 +20,9 @@ from leantune.evaluate.run import Evaluation, evaluate_model
 from leantune.generate.decode import generate as decode
 from leantune.generate.decode import stream as decode_stream
 from leantune.generate.sampling import Sampling
+from leantune.train.events import Notify
 from leantune.train.session import RunResult, resume_run, start_run
 
-Notify = Callable[[dict[str, Any]], None]
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
 
@@ -168,15 +168,23 @@ def compare(
     sampling: Sampling | None = None,
     base: str | None = None,
 ) -> Comparison:
-    """Answers of several models side by side; the word `base` stands for the base model of the first run."""
+    """Answers of several models side by side.
+
+    The word `base` stands for the model under the first run or adapter, which is asked with the same
+    template, system message and tokenizer, so that training alone makes the difference.
+    """
     named = [str(path) for path in models]
     if len(set(named)) != len(named):
         raise ConfigError(f"the same model is named twice: {', '.join(named)}")
-    columns = {
-        name: load(_base_of(named, base) if name == "base" else name).generate(prompts, sampling)
-        for name in named
-    }
-    return compare_answers(prompts, columns)
+    if base is not None and "base" not in named:
+        raise ConfigError(f"base: {base}: none of the models is the word base; add it, or leave this out")
+    columns: dict[str, list[str]] = {}
+    metadata: dict[str, dict[str, str]] = {}
+    for name in named:
+        model = _base_of(named, base) if name == "base" else load(name)
+        columns[name] = model.generate(prompts, sampling)
+        metadata[name] = _about(model.trained)
+    return compare_answers(prompts, columns, metadata=metadata)
 
 
 def merge(run: str | Path, target: str | Path, *, base: str | None = None) -> list[str]:
@@ -184,12 +192,24 @@ def merge(run: str | Path, target: str | Path, *, base: str | None = None) -> li
     return merge_run(Path(run), Path(target), base)
 
 
-def _base_of(models: Sequence[str], base: str | None) -> str:
-    if base is not None:
-        return base
+def _base_of(models: Sequence[str], base: str | None) -> Model:
+    """The model under the first run or adapter, used as that is; or just the model `base`."""
     for name in models:
-        if (Path(name) / CONFIG).is_file():
-            return load_config(Path(name) / CONFIG).model.name
+        if name != "base" and is_trained(name):
+            return Model(load_trained(name, base, untouched=True))
+    if base is not None:
+        return load(base)
     raise ConfigError(
-        "base: no run is named beside it, so there is no telling which model it is; use --base MODEL"
+        "base: no run or adapter is named beside it, so there is no telling which model it is; "
+        "use --base MODEL"
     )
+
+
+def _about(trained: Trained) -> dict[str, str]:
+    """What is worth knowing about a column: how it was trained, and how it was asked."""
+    facts = {"template": trained.template.name}
+    if trained.attached.name == "base":
+        return facts
+    adapter = sum(p.numel() for p in trained.attached.trainable().values())
+    count = adapter or sum(p.numel() for p in trained.model.parameters())  # a whole model is loaded frozen
+    return {"method": trained.attached.name, "trained parameters": f"{count:,}", **facts}

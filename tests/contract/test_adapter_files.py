@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leantune.checkpoint.adapter import adapter_base, is_adapter, load_adapter, save_trained
 from leantune.errors import CheckpointError, LeantuneError
-from leantune.methods import attach, method_names
+from leantune.methods import adapter_config_files, attach, method_names
 from tests.batches import shake
 from tests.fixtures import tiny_tokenizer
 from tests.models import tiny_model
@@ -123,6 +123,14 @@ def test_a_configuration_without_its_keys_is_refused(method: str, tmp_path: Path
         del config[key]
     path.write_text(json.dumps(config))
     assert "is missing" in refused(folder)
+
+
+@EVERY_METHOD
+def test_an_adapter_is_known_by_its_configuration_file(method: str) -> None:
+    """A new method's adapters were none to `load`, because a list elsewhere lacked their file."""
+    files = attach(method, tiny_model(), {}, seed=0).export()
+    assert files is not None
+    assert files.config_file in adapter_config_files()
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:

@@ -29,30 +29,32 @@ def wait_for(path: Path) -> str:
 
 
 def talk(folder: Path) -> None:
-    """Every collective helper, with answers that differ from what a single rank would give."""
+    """Every collective, with answers that differ from what a single rank would give."""
     import torch
 
     from leantune.strategies import process
+    from leantune.strategies.ddp import sum_over_ranks
 
     world = process.join("cpu", 60)
+    total = torch.tensor([1.0 + world.rank])
+    sum_over_ranks([total])
     answers = {
-        "sum": process.all_reduce_sum(torch.tensor([1.0 + world.rank])).tolist(),
-        "object": process.broadcast_object({"from": world.rank}),
-        "any": [process.any_rank(world.rank == 1), process.any_rank(False)],
-        "equal": [process.all_equal(7), process.all_equal(0.1 * world.rank), process.all_equal(-0.0)],
+        "sum": total.tolist(),
+        "objects": process.gather_objects({"from": world.rank}),
         "main": world.is_main,
         "world": [world.rank, world.local_rank, world.size],
     }
     process.barrier()
-    process.leave(world)
+    process.leave()
     write(folder, "answers", answers)
 
 
 def fail_in_collective(folder: Path) -> None:
-    """Rank 0 holds a stop request and waits inside all_reduce for rank 1, which fails."""
+    """Rank 0 holds a stop request and waits in a sum for rank 1, which fails."""
     import torch
 
     from leantune.strategies import process
+    from leantune.strategies.ddp import sum_over_ranks
 
     process.join("cpu", 600)
     with StopRequest():
@@ -63,7 +65,7 @@ def fail_in_collective(folder: Path) -> None:
             time.sleep(0.3)
             os.kill(other, signal.SIGTERM)
             raise DataError("records.jsonl, line 3: no field 'output'")
-        process.all_reduce_sum(torch.ones(1))
+        sum_over_ranks([torch.ones(1)])
         write(folder, "survived", True)
 
 

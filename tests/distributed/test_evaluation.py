@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from leantune.checkpoint.store import CheckpointStore
 from leantune.data.records import EncodedRecords
+from tests.distributed.poison import poisoned_model
 from tests.distributed.ranks import (
     assert_same_curve,
     evaluations,
@@ -22,6 +23,7 @@ from tests.distributed.ranks import (
     run,
     start,
     steps,
+    weights,
 )
 
 TRAIN = make_records([1 + i % 9 for i in range(16)])
@@ -97,11 +99,20 @@ def test_the_best_checkpoint_outlives_the_newest_ones(devices: int, model: Path,
     assert checkpoint.step == best
     result = folder.read_json("result.json")
     assert (result["ending"], result["best_step"], result["steps"]) == ("early_stop", best, last)
+    # What is exported are the best weights, not the last ones.
+    assert result["exported_step"] == best
+    assert (
+        f"exporting the best weights: step {best}, validation loss {losses[best - 1]:.4f}" in ranks.output()
+    )
+    assert plain_loss(folder.model, VALIDATION) == pytest.approx(losses[best - 1], rel=1e-5)
+    exported = weights(folder)
     # A second resume finds nothing more to do.
     before = rows(folder)
     again = start(folder).finish()
     assert rows(again) == before
     assert again.read_json("result.json")["ending"] == "early_stop"
+    assert again.read_json("result.json")["exported_step"] == best
+    assert all((weights(again)[name] == value).all() for name, value in exported.items())
 
 
 def test_evaluation_at_the_end_of_each_epoch_is_the_default(model: Path, tmp_path: Path) -> None:
@@ -114,6 +125,23 @@ def test_evaluation_at_the_end_of_each_epoch_is_the_default(model: Path, tmp_pat
     start(folder).finish()
     assert [row["step"] for row in evaluations(folder)] == [3, 5]
     assert not (folder.checkpoints / "best.json").exists()
+    assert folder.read_json("result.json")["exported_step"] == 5
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_validation_loss_that_is_nan_ends_the_run(devices: int, tmp_path: Path) -> None:
+    """NaN was the best loss so far, nothing was ever better, and early stopping ended the run as finished."""
+    model = poisoned_model(tmp_path / "model", 300)
+    tokens = VALIDATION.tokens.copy()
+    tokens[VALIDATION.offsets[1]] = 300
+    poisoned = EncodedRecords(**{**VALIDATION.__dict__, "tokens": tokens})
+    sections: dict[str, Any] = {"devices": devices, "method": "lora", "eval": {"every_steps": 2}}
+    ranks = run(tmp_path / "run", model, TRAIN, poisoned, **sections)
+    assert ranks.wait() == [1] * devices
+    for log in ranks.logs:
+        assert "step 2: the validation loss is nan; lower train.learning_rate" in log.read_text()
+    assert not ranks.folder.result.exists()
+    assert not (ranks.folder.checkpoints / "best.json").exists()
 
 
 def test_patience_and_the_best_loss_survive_a_stop(model: Path, tmp_path: Path) -> None:

@@ -88,9 +88,7 @@ def test_two_launches_at_once_do_not_clash(tmp_path: Path) -> None:
     for folder in folders:
         first, second = answers(folder)
         assert first["sum"] == second["sum"] == [3.0]
-        assert first["object"] == second["object"] == {"from": 0}
-        assert first["any"] == second["any"] == [True, False]
-        assert first["equal"] == second["equal"] == [True, False, True]
+        assert first["objects"] == second["objects"] == [{"from": 0}, {"from": 1}]
         assert (first["main"], second["main"]) == (True, False)
         assert (first["world"], second["world"]) == ([0, 0, 2], [1, 1, 2])
 
@@ -283,13 +281,9 @@ def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world == process.World(0, 0, 1, torch.device("cpu"))
     assert world.is_main
     assert not torch.distributed.is_initialized()
-    value = torch.tensor([2.0])
-    assert process.all_reduce_sum(value) is value
-    assert process.broadcast_object("x") == "x"
-    assert (process.any_rank(True), process.any_rank(False)) == (True, False)
-    assert process.all_equal(1)
+    assert process.gather_objects("x") == ["x"]
     process.barrier()
-    process.leave(world)
+    process.leave()
 
 
 def test_an_incomplete_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,33 @@ def test_a_signal_from_outside_saves_and_resume_completes(
     assert [row["step"] for row in steps(stopped.folder)] == list(range(1, done + 4))
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_that_is_alive_is_neither_resumed_nor_replaced(devices: int, place: Path) -> None:
+    """`resume` in a second terminal cut the metrics of the live run off and removed its checkpoints."""
+    settings = [f"strategy.devices={devices}", "train.epochs=10000", "output.dir=run"]
+    live = command("train", "run.yaml", *settings, cwd=place, name="live", TMPDIR=str(place))
+    until(lambda: live.folder.metrics.exists() and len(steps(live.folder)) > 2)
+    before = live.folder.config.read_bytes()
+    resumed = command("resume", "run", cwd=place, name="resumed")
+    replaced = command(
+        "train", "run.yaml", "output.dir=run", "output.overwrite=true", cwd=place, name="replaced"
+    )
+    for refused in (resumed, replaced):
+        assert refused.wait(30) == [1], refused.output()
+        assert f"run is in use by process {live.processes[0].pid} on " in refused.output()
+    assert live.processes[0].is_alive()
+    assert live.folder.config.read_bytes() == before
+    assert [row["step"] for row in steps(live.folder)][:3] == [1, 2, 3]
+    live.signal(signal.SIGKILL)
+    assert live.wait(30) == [-signal.SIGKILL]
+    time.sleep(0.5 if devices > 1 else 0)  # the kernel ends the workers of a killed launcher
+    done = len(steps(live.folder))
+    text = live.folder.config.read_text()
+    live.folder.config.write_text(text.replace("epochs: 10000.0", f"epochs: {(done + 3) / 4}"))
+    again = command("resume", "run", "strategy.devices=1", cwd=place, name="again")
+    assert again.wait() == [0], again.output()
+
+
 def test_a_failing_rank_is_shown_first_and_within_seconds(place: Path, tmp_path: Path) -> None:
     """The user saw `Connection closed by peer` of the rank that had done nothing wrong."""
     sign = "€"

@@ -1,4 +1,4 @@
-"""What the documents show must be true: run files validate, commands parse, messages are real, links lead somewhere."""
+"""What the documents show must be true: run files validate, commands parse, messages are real."""
 
 from __future__ import annotations
 

@@ -7,19 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from leantune.checkpoint.atomic import write_folder
+from leantune.checkpoint.compare import different_in_file, refuse_different, same_bits
 from leantune.errors import CheckpointError
-from leantune.methods import Attached, attach_saved
+from leantune.methods import Attached, adapter_config_files, attach_saved
 from leantune.models.source import fingerprint
 
 _FINGERPRINT = "base_fingerprint"
-_CONFIG_FILES = ("adapter_config.json", "reft_config.json")  # PEFT's, and that of ReFT
 
 
 def save_trained(
@@ -28,8 +27,8 @@ def save_trained(
     """Write what was trained, read it back, compare it bit for bit; returns the line that says so.
 
     An adapter goes into `folder` in its method's format; a method that trains whole weights
-    writes a Hugging Face model folder with the tokenizer. Raises `CheckpointError` if the
-    disk gives back something else than memory holds.
+    writes a Hugging Face model folder with the tokenizer. Raises `CheckpointError`, and keeps
+    what was in `folder`, if the disk gives back something else than memory holds.
     """
     files = attached.export()
     model: Any = attached.model
@@ -37,17 +36,15 @@ def save_trained(
         return save_model(model, tokenizer, folder)
     mark = fingerprint(model.config)
     config = {**files.config, "base_model_name_or_path": base_name, "revision": revision}
-    if files.config_file != "adapter_config.json":  # PEFT's own file takes no keys of ours
-        config[_FINGERPRINT] = mark
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in files.tensors.items()}
 
     def fill(target: Path) -> None:
         (target / files.config_file).write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, target / files.tensors_file, metadata={"format": "pt", _FINGERPRINT: mark})
+        refuse_different(folder, different_in_file(target / files.tensors_file, tensors))
 
     write_folder(folder, fill)
-    count = _compare(folder, tensors, read_tensors(folder / files.tensors_file)[0])
-    return f"saved {folder}: {count} tensors read back, equal to memory bit for bit"
+    return _saved(folder, len(tensors))
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> Attached:
@@ -56,7 +53,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> Attached:
     Raises `CheckpointError` if there is none, if it was trained on a model of another
     architecture, or if a tensor fits nothing in this model.
     """
-    for config_file in _CONFIG_FILES:
+    for config_file in adapter_config_files():
         if not (folder / config_file).is_file():
             continue
         config = _read_json(folder / config_file)
@@ -67,9 +64,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> Attached:
         assert files is not None
         attached.load(read_tensors(folder / files.tensors_file)[0], str(folder))
         return attached
-    raise CheckpointError(
-        f"{folder} holds no adapter: expected adapter_config.json (LoRA) or reft_config.json (ReFT)"
-    )
+    raise CheckpointError(f"{folder} holds no adapter: expected one of {', '.join(adapter_config_files())}")
 
 
 def _check_base(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) -> None:
@@ -86,12 +81,12 @@ def _check_base(model: PreTrainedModel, folder: Path, config: Mapping[str, Any])
 
 def is_adapter(folder: Path) -> bool:
     """Whether the folder looks like an adapter of a known method."""
-    return any((folder / name).is_file() for name in _CONFIG_FILES)
+    return any((folder / name).is_file() for name in adapter_config_files())
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None]:
     """The base model that an adapter names, and its revision."""
-    for name in _CONFIG_FILES:
+    for name in adapter_config_files():
         if (folder / name).is_file():
             config = _read_json(folder / name)
             if config.get("base_model_name_or_path"):
@@ -110,26 +105,24 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
     """Write a whole model folder, read it back and compare; returns the line that says so."""
-    write_folder(folder, lambda target: _write_model(model, tokenizer, target))
-    # Read as a model, not as files: transformers gives some tensors other names on disk.
-    again = type(model).from_pretrained(folder, dtype="auto", use_safetensors=True)
-    count = _compare(folder, dict(model.state_dict()), dict(again.state_dict()))
+
+    def fill(target: Path) -> None:
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+        # Read as a model, not as files: transformers gives some tensors other names on disk.
+        again = type(model).from_pretrained(target, dtype="auto", use_safetensors=True).state_dict()
+        expected = model.state_dict()
+        different = [
+            name for name in expected if name not in again or not same_bits(expected[name], again[name])
+        ]
+        refuse_different(folder, different)
+
+    write_folder(folder, fill)
+    return _saved(folder, len(model.state_dict()))
+
+
+def _saved(folder: Path, count: int) -> str:
     return f"saved {folder}: {count} tensors read back, equal to memory bit for bit"
-
-
-def _write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-
-
-def _compare(folder: Path, expected: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> int:
-    """Compare what was read back with memory; returns the number of tensors."""
-    for name, tensor in expected.items():
-        if name not in saved:
-            raise CheckpointError(f"{folder}: {name} was in memory but is not in the saved files")
-        if saved[name].dtype != tensor.dtype or not torch.equal(saved[name], tensor.detach().cpu()):
-            raise CheckpointError(f"{folder}: {name} differs from what was in memory; do not use this folder")
-    return len(saved)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

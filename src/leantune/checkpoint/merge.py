@@ -29,8 +29,8 @@ def merge_run(path: Path, target: Path, base: str | None = None) -> list[str]:
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists already; choose a new folder for the merged model")
-    trained = load_trained(path, base, device="cpu")
-    if trained.attached.name not in ("lora", "base"):
+    trained = load_trained(path, base, device="cpu", precision="fp32")
+    if trained.attached.name not in ("lora", "full", "base"):
         raise CheckpointError(
             f"{path} is a {trained.attached.name} adapter: it edits hidden states at chosen prompt tokens, "
             "which no change of weights can do; use the adapter as it is (leantune generate, leantune.load)"

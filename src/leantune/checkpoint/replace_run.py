@@ -10,11 +10,12 @@ from typing import Any, cast
 import yaml
 
 from leantune.checkpoint.atomic import MANIFEST, clean_stale, manifest_entries, remove_folder, stale_entries
+from leantune.checkpoint.lock import RunLock
 from leantune.errors import CheckpointError, ConfigError
 
 CONFIG = "run.yaml"
 CLAIM = "# a run of leantune that is about to start; its configuration follows\n"
-_FILES = ("metrics.jsonl", "samples.md", "result.json", "data.json")
+_FILES = ("metrics.jsonl", "samples.md", "result.json", "data.json", "template.jinja")
 _CHECKPOINT = re.compile(r"step-\d{8,}|best\.json")
 _CHECKPOINT_FILES = {"tensors.safetensors", "state.json", MANIFEST}
 _RECORDS = {"train.safetensors", "validation.safetensors"}
@@ -24,7 +25,8 @@ _EVENT_FILE = "events.out.tfevents."
 def make_room(path: Path, overwrite: bool) -> None:
     """Remove the run in a non-empty folder, if that was asked for and nothing of others would be lost.
 
-    Files beside those of the run stay. Raises `ConfigError` naming the folder and the fixes.
+    Files beside those of the run stay. Raises `ConfigError` naming the folder and the fixes, and
+    `CheckpointError` if a process works on the run.
     """
     if not _is_run(path / CONFIG):
         names = ", ".join(sorted(item.name for item in path.iterdir())[:5])
@@ -37,6 +39,15 @@ def make_room(path: Path, overwrite: bool) -> None:
             f"output.dir: {path} already holds a run; choose another output.dir, continue it with "
             f"`leantune resume {path}`, or replace it with output.overwrite=true"
         )
+    lock = RunLock(path)
+    lock.take()
+    try:
+        _remove_run(path)
+    finally:
+        lock.release()
+
+
+def _remove_run(path: Path) -> None:
     clean_stale(path)
     clean_stale(path / "checkpoints")
     strangers = [str(item.relative_to(path)) for item in _strangers(path)]

@@ -5,7 +5,8 @@ metrics.jsonl  one row per step and per evaluation
 data.json      facts about the records        adapter/ or model/  what was trained
 checkpoints/   resumable states               samples.md          generated answers
 tensorboard/   event files, if asked for      result.json         the final numbers
-records/       the encoded records
+records/       the encoded records           template.jinja      the user's own template, if any
+.lock          while a process works on it
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, cast
 
 from leantune.checkpoint import plain_json
 from leantune.checkpoint.atomic import write_file
+from leantune.checkpoint.lock import LOCK, RunLock
 from leantune.checkpoint.replace_run import CLAIM, CONFIG, make_room
 from leantune.errors import CheckpointError, ConfigError
 
@@ -41,6 +43,8 @@ class RunFolder:
         self.data = path / "data.json"
         self.records = path / "records"
         self.tensorboard = path / "tensorboard"
+        self.template = path / "template.jinja"
+        self.lock = RunLock(path)
 
     @classmethod
     def create(cls, dir: str | None, default_name: str, overwrite: bool) -> RunFolder:
@@ -49,7 +53,8 @@ class RunFolder:
         Without `dir` it is `runs/<default_name>`, with -2, -3, ... behind it if that exists (with
         `overwrite`, the run there is replaced instead). An explicit `dir` must be new or empty, or
         hold a run and `overwrite` be set. Files that no run writes are never deleted.
-        Raises `ConfigError` naming the folder and the fixes.
+        Raises `ConfigError` naming the folder and the fixes, or `CheckpointError` if the run to be
+        replaced is still being worked on.
         """
         path = Path("runs") / (Path(default_name).name or "run")
         if dir is not None:
@@ -58,7 +63,7 @@ class RunFolder:
             if dir is None and not overwrite:
                 return cls._create_numbered(path)
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
+            if any(item.name != LOCK for item in path.iterdir()):
                 make_room(path, overwrite)
             return cls._claim(path)
         except FileExistsError as error:
@@ -79,6 +84,7 @@ class RunFolder:
 
     def discard_unused(self) -> None:
         """Remove a run whose training never began, so that its place is free again; keeps other files."""
+        self.lock.release()
         if self.metrics.exists():
             return
         with contextlib.suppress(ConfigError, CheckpointError, OSError):

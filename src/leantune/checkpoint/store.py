@@ -6,15 +6,13 @@ not depend on the number of processes. `best.json` names the best one.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,6 +25,7 @@ from leantune.checkpoint.atomic import (
     write_file,
     write_folder,
 )
+from leantune.checkpoint.compare import different_in_file, reading, refuse_different
 from leantune.errors import CheckpointError
 
 TENSORS = "tensors.safetensors"
@@ -77,9 +76,14 @@ class CheckpointStore:
 
         write_folder(path, fill)
         if best:
-            write_file(self.folder / BEST, plain_json.encode({"checkpoint": path.name, "step": step}))
+            self.mark_best(step)
         self._prune(path)
         return path
+
+    def mark_best(self, step: int) -> None:
+        """Let `best.json` name the checkpoint of this step."""
+        path = self.path_of(step)
+        write_file(self.folder / BEST, plain_json.encode({"checkpoint": path.name, "step": step}))
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
@@ -180,41 +184,16 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def _compare(path: Path, tensors: dict[str, Tensor], plain: bytes, folder: Path) -> None:
     """Raise if what lies in `folder` differs from memory in a single bit."""
-    with _reading(folder), safe_open(folder / TENSORS, "pt") as file:
-        different = sorted(tensors.keys() ^ set(file.keys()))
-    for name in tensors.keys() - different:
-        # Opened anew for each tensor: pages of a mapped file count as memory until it is closed.
-        with _reading(folder), safe_open(folder / TENSORS, "pt") as file:
-            if not _same_bits(tensors[name], file.get_tensor(name)):
-                different.append(name)
+    different = different_in_file(folder / TENSORS, tensors)
     if (folder / STATE).read_bytes() != plain or plain_json.encode(plain_json.decode(plain)) != plain:
         different.append(STATE)
-    if different:
-        raise CheckpointError(
-            f"{path} was not kept: read back from disk, {', '.join(sorted(different)[:5])}"
-            f"{' and others' if len(different) > 5 else ''} differ from memory; check the disk"
-        )
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Equal dtype, shape and bits, so that NaN equals the same NaN and 0.0 differs from -0.0."""
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+    refuse_different(path, different)
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    with _reading(path):
+    with reading(path):
         tensors = load_file(path / TENSORS)
         state: Any = plain_json.decode((path / STATE).read_bytes())
     if not isinstance(state, dict):
         raise CheckpointError(f"{path / STATE} is not a mapping")
     return tensors, cast("dict[str, Any]", state)
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -13,14 +13,17 @@ from leantune.checkpoint.adapter import adapter_base, is_adapter, load_adapter
 from leantune.checkpoint.run_folder import CONFIG, RunFolder
 from leantune.config import RunConfig, load_config
 from leantune.data.templates import Template, make_template
-from leantune.errors import CheckpointError
+from leantune.errors import CheckpointError, ConfigError
 from leantune.methods import Attached
 from leantune.models.source import ModelSource, load_tokenizer, resolve_model
 
 
 @dataclass
 class Trained:
-    """A model ready for use. `attached` is its adapter, or a no-op for a model without one."""
+    """A model ready for use. `attached` is its adapter, or a no-op for a model without one.
+
+    `run` and `config` are those of the run it comes from, None if it comes from none.
+    """
 
     name: str
     model: PreTrainedModel
@@ -28,7 +31,56 @@ class Trained:
     attached: Attached
     template: Template
     template_name: str
+    run: RunFolder | None
     config: RunConfig | None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What was named: a run (or a part of it), an adapter folder, or a model."""
+
+    name: str
+    path: Path
+    run: RunFolder | None
+    config: RunConfig | None
+
+    @classmethod
+    def of(cls, path: str | Path) -> _Place:
+        place = Path(path).expanduser()
+        run = _run_of(place)
+        return cls(str(path), place, run, load_config(run.config) if run else None)
+
+    @property
+    def whole_model(self) -> Path | None:
+        """The model folder of a run that trained all weights."""
+        return self.run.model if self.run and self.run.model.is_dir() else None
+
+    @property
+    def adapter(self) -> Path | None:
+        """The adapter folder; raises `CheckpointError` for a run that did not finish."""
+        if self.run is None:
+            return self.path if self.path.is_dir() and is_adapter(self.path) else None
+        if self.whole_model is None and not self.run.adapter.is_dir():
+            raise CheckpointError(
+                f"{self.path} has neither adapter/ nor model/: the run did not finish; "
+                f"`leantune resume {self.path}`"
+            )
+        return self.run.adapter if self.whole_model is None else None
+
+    def base(self, named: str | None) -> ModelSource:
+        """The model that was trained, or the one that is named to stand in for it."""
+        trusted = self.config is not None and self.config.model.trust_remote_code
+        if named is not None:
+            return resolve_model(named, trust_remote_code=trusted)
+        if self.config is not None:
+            return resolve_model(self.config.model.name, self.config.model.revision, trusted)
+        return resolve_model(*adapter_base(self.path))
+
+
+def is_trained(path: str | Path) -> bool:
+    """Whether this is a run or an adapter folder, which say what model they were trained on."""
+    place = Path(path).expanduser()
+    return _run_of(place) is not None or (place.is_dir() and is_adapter(place))
 
 
 def load_trained(
@@ -37,47 +89,71 @@ def load_trained(
     device: str = "auto",
     template: str | None = None,
     system: str | None = None,
+    *,
+    precision: str | None = None,
+    untouched: bool = False,
 ) -> Trained:
     """Load a run folder, an adapter folder, a model folder, a hub id, or `demo`.
 
     `base` names the base model of an adapter folder that does not say, or stands in for one
-    that has moved. A run's prompts are rendered with the run's own template unless `template`
-    names another; so is its system message. Weights are fp32 on a CPU, and bf16 on a GPU that has it.
-    Raises `CheckpointError` or `ModelError`.
+    that has moved. A run (also named by its adapter/ or model/) is used as it was trained: with its
+    template, system message, tokenizer, precision and attention, unless others are named.
+    `untouched` gives the model under a run or adapter, used in the same way. Weights are fp32 on a
+    CPU and bf16 on a GPU that has it, if neither `precision` (auto, fp32, bf16_mixed) nor a run
+    says otherwise. Raises `CheckpointError`, `ConfigError` or `ModelError`.
     """
-    place = Path(path).expanduser()
-    config = load_config(place / CONFIG) if (place / CONFIG).is_file() else None
-    adapter, source = _what(place, str(path), config, base)
+    place = _Place.of(path)
+    adapter, source = _what(place, base, untouched)
     target = _device(device)
-    bf16 = target.type == "cuda" and torch.cuda.is_bf16_supported()
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    model = load_base("dense", source, dtype=dtype, device=target).eval()
-    attached = load_adapter(model, adapter) if adapter else Attached("base", model)
-    named = config.model.tokenizer if config else None
-    tokenizer = load_tokenizer(source, named)
-    spec, format, own_system = _template_of(config, place, template)
-    rendered = make_template(spec, format, tokenizer, system=system or own_system)
-    return Trained(str(path), model, tokenizer, attached, rendered, spec, config)
+    config = place.config
+    dtype = weights_dtype(precision or (config.train.precision if config else "auto"), target)
+    model = load_base(
+        config.base.name if config else "dense",
+        source,
+        dtype=dtype,
+        device=target,
+        attention=_attention(config, target, dtype),
+    ).eval()
+    whole = config is not None and adapter is None and not untouched
+    attached = load_adapter(model, adapter) if adapter else Attached("full" if whole else "base", model)
+    tokenizer = load_tokenizer(source, config.model.tokenizer if config else None)
+    spec, format, own_system = _rendering(place, template)
+    rendered = make_template(
+        spec, format, tokenizer, system=(own_system if system is None else system) or None
+    )
+    return Trained(place.name, model, tokenizer, attached, rendered, spec, place.run, config)
 
 
-def _what(
-    place: Path, name: str, config: RunConfig | None, base: str | None
-) -> tuple[Path | None, ModelSource]:
+def weights_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """The type of frozen weights under a setting of `train.precision`."""
+    if precision == "auto":
+        bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    else:
+        bf16 = precision == "bf16_mixed"
+    return torch.bfloat16 if bf16 else torch.float32
+
+
+def _run_of(place: Path) -> RunFolder | None:
+    """The run that this folder is, or whose adapter/ or model/ it is."""
+    if (place / CONFIG).is_file():
+        return RunFolder.open(place)
+    above, part = place.resolve().parent, place.resolve().name
+    # Somebody may keep a run.yaml of his own beside a folder called model.
+    is_part = part in ("adapter", "model") and all((above / n).is_file() for n in (CONFIG, "data.json"))
+    return RunFolder.open(above) if is_part else None
+
+
+def _what(place: _Place, base: str | None, untouched: bool) -> tuple[Path | None, ModelSource]:
     """The adapter folder, if there is one, and the model under it."""
-    if config is not None:
-        run = RunFolder.open(place)
-        if run.model.is_dir():
-            return None, resolve_model(str(run.model))
-        if not run.adapter.is_dir():
-            raise CheckpointError(
-                f"{place} has neither adapter/ nor model/: the run did not finish; `leantune resume {place}`"
-            )
-        section = config.model
-        return run.adapter, resolve_model(base or section.name, section.revision, section.trust_remote_code)
-    if place.is_dir() and is_adapter(place):
-        told, revision = (base, None) if base else adapter_base(place)
-        return place, resolve_model(told, revision)
-    return None, resolve_model(name)
+    adapter = place.adapter
+    if untouched:
+        return None, place.base(base)
+    if adapter is not None:
+        return adapter, place.base(base)
+    if base is not None:
+        raise ConfigError(f"base: {place.name} is a whole model, not an adapter of {base}; leave it out")
+    trusted = place.config is not None and place.config.model.trust_remote_code
+    return None, resolve_model(str(place.whole_model or place.name), trust_remote_code=trusted)
 
 
 def _device(name: str) -> torch.device:
@@ -86,13 +162,21 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _template_of(config: RunConfig | None, place: Path, template: str | None) -> tuple[str, str, str | None]:
+def _attention(config: RunConfig | None, device: torch.device, dtype: torch.dtype) -> str:
+    """The run's attention kernel."""
+    asked = config.model.attention if config else "auto"
+    # A run may be used on a machine, or merged in a precision, that this kernel does not exist for.
+    usable = asked != "flash_attention_2" or (device.type == "cuda" and dtype == torch.bfloat16)
+    return asked if usable else "auto"
+
+
+def _rendering(place: _Place, template: str | None) -> tuple[str, str, str | None]:
     """(template, format, system message) that prompts are rendered with."""
-    if template is not None:
-        return template, "prompt_completion", None
-    if config is None:
-        return "auto", "prompt_completion", None
-    facts = RunFolder.open(place).read_json("data.json")
+    if place.run is None or place.config is None:
+        return template or "auto", "prompt_completion", None
+    facts = place.run.read_json("data.json")
     if facts["format"] in ("text", "dummy"):  # nothing to render: prompts are continued as they are
-        return "plain", "prompt_completion", None
-    return facts["template"], facts["format"], config.data.system
+        return template or "plain", "prompt_completion", None
+    own = place.run.template  # the user's file as it was when the run was prepared
+    trained_with = str(own) if own.is_file() else str(facts["template"])
+    return template or trained_with, str(facts["format"]), place.config.data.system

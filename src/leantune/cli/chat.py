@@ -22,14 +22,16 @@ def run(args: argparse.Namespace) -> int:
     from leantune.generate.chat import ChatSession, run_chat
 
     sampling = sampling_from(args)
-    parts = api.load(args.model, base=args.base, device=args.device, template=args.template).trained
-    configured = parts.config.data.system if parts.config else None
+    parts = api.load(
+        args.model, base=args.base, device=args.device, template=args.template, system=args.system
+    ).trained
     session = ChatSession(
         parts.model,
         parts.tokenizer,
         sampling,
+        parts.template.conversation_prompt,
         attached=parts.attached,
-        system=args.system or configured,
+        system=parts.template.system,
         stop_token_ids=parts.template.stop_token_ids,
     )
 

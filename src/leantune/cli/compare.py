@@ -14,14 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "models",
         nargs="+",
         metavar="MODEL",
-        help="runs, adapter or model folders, hub ids; `base`: the runs' base model",
+        help="runs, adapter or model folders, hub ids; `base`: the model under the first run",
     )
     parser.add_argument("--prompts", metavar="FILE", help=".txt, .json or .jsonl file of prompts")
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated"
     )
     parser.add_argument(
-        "--base", metavar="MODEL", help="what `base` stands for; default: the first run's model"
+        "--base", metavar="MODEL", help="what `base` stands for; default: what the first run says"
     )
     parser.add_argument(
         "--html", default="compare.html", metavar="FILE", help="the page to write (default %(default)s)"

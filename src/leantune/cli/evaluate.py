@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Score and print."""
     from leantune import api
+    from leantune.data.prepare import describe_source
     from leantune.errors import ConfigError
 
     sampling = sampling_from(args)
@@ -71,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(result.as_dict()))
         return 0
     print(f"{result.name} on {result.num_records} records of {result.source}")
+    if result.facts is not None:
+        print(f"  loss of {describe_source(result.facts)}")
     for metric, value in result.values.items():
         judged = result.scores.get(metric)
         print(

@@ -46,11 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             implementation.add_arguments(subparser)
             subparser.set_defaults(run=implementation.run)
     parsed = parser.parse_args(arguments)
-    tune_allocator()
+    if argv is None and parsed.verb not in ("schema", "merge"):
+        tune_allocator()  # may start this process anew, so only if the command line is its own
     try:
         return int(parsed.run(parsed) or 0)
     except LeantuneError as error:
-        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank finds the same
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun every rank finds the same
             print(f"leantune {parsed.verb}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # `leantune ... | head`

@@ -6,7 +6,7 @@ import re
 
 from leantune.config.grid import refusal
 from leantune.config.layers import parse_layers, parse_position
-from leantune.config.schema import LoraMethod, LoreftMethod, RunConfig
+from leantune.config.schema import LoraMethod, LoreftMethod, RunConfig, Section
 
 
 def cross_check(config: RunConfig) -> list[str]:
@@ -64,7 +64,12 @@ def _check_batches(config: RunConfig) -> list[str]:
                 f"{train.micro_batch_size} × devices {devices} × gradient_accumulation_steps "
                 f"{train.gradient_accumulation_steps} = {product}; set one of the two"
             ]
-    elif train.global_batch_size % per_pass:
+    elif train.global_batch_size < devices:
+        return [
+            f"train.global_batch_size: {train.global_batch_size} is less than strategy.devices {devices}; "
+            "every device needs a record a step"
+        ]
+    elif train.global_batch_size > per_pass and train.global_batch_size % per_pass:
         return [
             f"train.global_batch_size: {train.global_batch_size} is not a multiple of micro_batch_size "
             f"{train.micro_batch_size} × devices {devices} = {per_pass}; change one of the three"
@@ -107,7 +112,7 @@ def _check_schedule(config: RunConfig) -> list[str]:
 
 
 def _check_data(config: RunConfig) -> list[str]:
-    data, problems = config.data, list[str]()
+    data, problems = config.data, _without_effect(config)
     if data.validation is not None and data.validation_share:
         problems.append("data.validation and data.validation_share are both set; set one of the two")
     if (data.train == "dummy") != (data.format == "dummy") and data.format != "auto":
@@ -131,4 +136,31 @@ def _check_eval(config: RunConfig) -> list[str]:
         )
     if not config.output.checkpoints and config.output.checkpoint_every_steps:
         problems.append("output.checkpoint_every_steps: output.checkpoints is false; nothing would be saved")
+    return problems
+
+
+def _without_effect(config: RunConfig) -> list[str]:
+    """Keys that were changed from their default although nothing in this run would obey them."""
+    data, output = config.data, config.output
+    generated = data.train in ("dummy", "text-to-sql")
+    validates = data.validation is not None or data.validation_share > 0
+    rules: list[tuple[str, Section, bool, str]] = [
+        ("data.generated_records", data, generated, "data.train is no generator"),
+        ("data.train_on", data, data.train != "dummy", "data.train is dummy"),
+        ("data.too_long", data, data.train != "dummy", "data.train is dummy"),
+        ("data.validation_split", data, data.validation is not None, "data.validation is not set"),
+        (
+            "eval.early_stop_min_delta",
+            config.eval,
+            validates and config.eval.early_stop_patience is not None,
+            "eval.early_stop_patience is not set",
+        ),
+        ("output.keep_checkpoints", output, output.checkpoints, "output.checkpoints is false"),
+        ("output.project", output, bool(output.trackers), "output.trackers is empty"),
+    ]
+    problems: list[str] = []
+    for key, section, obeyed, reason in rules:
+        name = key.rpartition(".")[2]
+        if not obeyed and getattr(section, name) != type(section).model_fields[name].default:
+            problems.append(f"{key}: has no effect here, because {reason}; remove the key")
     return problems

@@ -46,7 +46,8 @@ def resumed_config(path: Path, overrides: Sequence[str], environ: Mapping[str, s
     devices = _section(tree, "strategy").get("devices") or int(environ.get("WORLD_SIZE", "0")) or 1
     if isinstance(devices, int) and devices > 1 and "timeout_seconds" in before:
         _section(tree, "strategy").setdefault("timeout_seconds", before["timeout_seconds"])
-    _fit_micro_batches(tree, devices)
+    if "train.micro_batch_size" not in keys:
+        _fit_micro_batches(tree, devices)
     return validate(tree, environ, lines=lines, source=str(path), problems=problems)
 
 

@@ -208,11 +208,13 @@ class ScheduleSection(Section):
         default="constant", description="shape after the warm-up"
     )
     warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="steps of linear warm-up from 0 (or set warmup_share)"
+        default=None,
+        description="steps over which the rate rises to the full one (or set warmup_share)",
     )
     warmup_share: Share | None = Field(default=None, description="warm-up as a share of all steps (0 to 1)")
     floor: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.0, description="lowest rate at the end, as a share of learning_rate (linear, cosine)"
+        default=0.0,
+        description="where the rate falls to, as a share of learning_rate (linear, cosine)",
     )
 
 
@@ -223,7 +225,9 @@ class TrainSection(Section):
     max_steps: PositiveInt | None = Field(
         default=None, description="optimizer steps; wins over epochs if it is reached first"
     )
-    micro_batch_size: PositiveInt = Field(default=4, description="records per forward pass on one device")
+    micro_batch_size: PositiveInt = Field(
+        default=4, description="most records in a forward pass of one device"
+    )
     gradient_accumulation_steps: PositiveInt | None = Field(
         default=None, description="micro-batches per step on one device (or set global_batch_size)"
     )
@@ -270,7 +274,9 @@ class EvalSection(Section):
     micro_batch_size: PositiveInt | None = Field(
         default=None, description="records per forward pass; default: train.micro_batch_size"
     )
-    keep_best: bool = Field(default=True, description="keep the checkpoint with the lowest validation loss")
+    keep_best: bool = Field(
+        default=True, description="keep the checkpoint with the lowest validation loss and export its weights"
+    )
     early_stop_patience: PositiveInt | None = Field(
         default=None, description="stop after so many evaluations without improvement; default: never"
     )

@@ -73,6 +73,11 @@ class ChatTemplate(Template):
             segments += self._split_turn(region, messages[turn]["content"], is_last, example.where)
         return [segment for segment in segments if segment.text or segment.eos]
 
+    def prompt(self, example: Example) -> str:
+        # Of what a template rewrites in earlier turns nothing is learned here, so it may.
+        messages = self.with_system(example.without_answer().messages)
+        return self._render([self._without_end(message) for message in messages], True, example.where)
+
     def _split_turn(self, region: str, content: str, is_last: bool, where: str) -> list[Segment]:
         """The learned part of a turn, and the rest of the text up to the next turn (none if last)."""
         lead = self.lead_last if is_last else self.lead_middle

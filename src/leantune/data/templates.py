@@ -6,16 +6,16 @@ tokens of a prompt are the same in training and at generation, whatever the answ
 
 from __future__ import annotations
 
+import copy
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from leantune.data.examples import Example, Message
-from leantune.data.formats import prompt_example, to_example
-from leantune.data.readers import Row
+from leantune.data.formats import prompt_example, user_message
 from leantune.errors import DataError
 
 if TYPE_CHECKING:
@@ -67,28 +67,37 @@ class Template(ABC):
     def segments(self, example: Example) -> list[Segment]:
         """The whole example; one that ends with a user's turn ends where the answer would start."""
 
-    def prompt_segments(self, example: Example) -> list[Segment]:
-        """The example up to its last answer, as training rendered it."""
-        return self.segments(example.without_answer())
-
     def prompt(self, example: Example) -> str:
         """The text up to the last answer, byte for byte what training put before that answer."""
-        segments = self.prompt_segments(example)
+        segments = self.segments(example.without_answer())
         return "".join(s.text + (self.eos_token if s.eos else "") for s in segments)
 
     def user_prompt(self, text: str) -> str:
         """The prompt of a bare user text, rendered like the records of this format."""
         return self.prompt(prompt_example(self.format, text))
 
-    def render_prompt(
-        self, item: str | Mapping[str, Any], columns: Mapping[str, str] | None = None, *, where: str = "row"
-    ) -> tuple[str, str]:
-        """The prompt of a bare text or a row, and the row's answer ("" if it has none)."""
-        if isinstance(item, str):
-            return self.user_prompt(item), ""
-        row = Row(dict(item), where)
-        example = to_example(row, self.format, columns, require_answer=False)
-        return self.prompt(example), example.answer
+    def conversation_prompt(self, messages: Sequence[Message]) -> str:
+        """The prompt of the next answer in a conversation that ends with a user's turn.
+
+        The system message is the conversation's own, or none. Raises `DataError` if the template
+        cannot write so many turns, or writes no system message.
+        """
+        as_it_is = copy.copy(self)
+        as_it_is.system = None
+        turns = tuple(self._as_in_records(message) for message in messages)
+        last = prompt_example(self.format, messages[-1]["content"])
+        text = as_it_is.prompt(replace(last, messages=turns, where="the conversation"))
+        if any(m["role"] == "system" and m["content"].strip() not in text for m in messages):
+            raise DataError(f"the template {self.name} does not write the system message; leave it out")
+        return text
+
+    def _as_in_records(self, message: Message) -> Message:
+        """A user's words with what this format puts around them; an answer without the template's space."""
+        if message["role"] == "assistant":
+            return {**message, "content": message["content"].strip()}
+        if message["role"] == "system":
+            return message
+        return next(iter(prompt_example(self.format, message["content"]).messages), message)
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -115,15 +124,27 @@ class PlainTemplate(Template):
     def segments(self, example: Example) -> list[Segment]:
         if example.format == "text":
             return [self.answer_segment(example.fields["text"])]
-        messages = self.with_system(example.messages)
-        system, turns = _system_line(messages)
+        system, turns = _system_line(self.with_system(example.messages))
         if example.format in TURNS:
             return self._conversation(system, turns, TURNS[example.format])
+        self.check_one_turn(example, turns)
         segments = [Segment(system + self.prompt_text(example))]
         return [*segments, self.answer_segment(example.answer)] if example.has_answer else segments
 
     def prompt(self, example: Example) -> str:
-        return example.fields["text"] if example.format == "text" else super().prompt(example)
+        if example.format != "text":
+            return super().prompt(example)
+        self.check_one_turn(example, example.messages or ({"role": "user"},))
+        return example.fields["text"]
+
+    def check_one_turn(self, example: Example, turns: Sequence[Message]) -> None:
+        """Raise `DataError` for more than one question with one answer."""
+        if [turn["role"] for turn in turns] not in (["user"], ["user", "assistant"]):
+            raise DataError(
+                f"{example.where}: the {self.name} template holds one question and one answer of "
+                f"{example.format} records, but there are {len(turns)} turns; use data.template: "
+                f"{'plain, ' if example.format in TURNS else ''}chat or a Jinja file that writes messages"
+            )
 
     def prompt_text(self, example: Example) -> str:
         """What stands before the answer of a record that is not a conversation."""
@@ -133,7 +154,7 @@ class PlainTemplate(Template):
             return f"{context}###Question:\n{fields['question']}\n###Answer:\n"
         if example.format == "prompt_completion":
             return fields["prompt"]
-        return example.messages[0]["content"] + "\n"
+        return user_message(example.format, fields) + "\n"
 
     def _conversation(self, system: str, turns: tuple[Message, ...], words: tuple[str, str]) -> list[Segment]:
         """`User: a\\nAssistant:` is the prompt; the space belongs to the answer, as tokenizers like it."""
@@ -155,13 +176,8 @@ class AlpacaTemplate(PlainTemplate):
     def segments(self, example: Example) -> list[Segment]:
         if example.format not in TURNS:
             return super().segments(example)
-        messages = self.with_system(example.messages)
-        system, turns = _system_line(messages)
-        if [turn["role"] for turn in turns] not in (["user"], ["user", "assistant"]):
-            raise DataError(
-                f"{example.where}: the alpaca template holds one question and one answer, but the record has "
-                f"{len(turns)} turns; use data.template: plain, chat or a Jinja file"
-            )
+        system, turns = _system_line(self.with_system(example.messages))
+        self.check_one_turn(example, turns)
         segments = [Segment(system + WITHOUT_INPUT.format(instruction=turns[0]["content"]))]
         answers = [self.answer_segment(turn["content"]) for turn in turns[1:]]
         return segments + answers

@@ -30,12 +30,6 @@ def extract_number(text: str) -> Fraction | None:
     return _value(matches[-1]) if matches else None
 
 
-def numbers_match(predicted: str, gold: str) -> bool:
-    """Whether both texts end in the same number; texts without a number never match."""
-    expected = extract_number(gold)
-    return expected is not None and extract_number(predicted) == expected
-
-
 def _value(match: re.Match[str]) -> Fraction | None:
     if len(match[0]) > _LONGEST:  # a model that repeats a digit for ever has given no answer
         return None

@@ -16,8 +16,8 @@ from leantune.evaluate.sql import SqlExecution, extract_sql
 Metric = Literal["exact_match", "sql_execution", "choice", "gsm8k"]
 METRICS: tuple[str, ...] = get_args(Metric)
 
-_TRAINED = ("output", "completion", "answer")  # what a model is trained to say
-_SHORT = ("answer", "output", "completion")  # the bare answer comes first
+# Judges one answer; what it needs of the record has been checked.
+Judge = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
@@ -31,27 +31,34 @@ class Score:
     per_record: tuple[bool, ...]
 
 
-def score(
-    metric: str, rows: Sequence[Mapping[str, Any]], answers: Sequence[str], *, source: str | None = None
-) -> Score:
-    """Score one answer per record; the gold answer is the record's `answer`, `output` or `completion`.
+def judges_for(
+    metric: str, rows: Sequence[Mapping[str, Any]], gold: Sequence[str], *, source: str | None = None
+) -> list[Judge]:
+    """A judge for each record, before there are any answers.
 
-    `source` names the file of the records in messages. Raises `ConfigError` for an unknown
-    metric, `DataError` for a record that lacks what the metric needs.
+    gold: what a model is trained to say to each record. A record's own `answer` is taken for the
+    bare answer, except by exact_match. `source` names the file of the records in messages. Raises
+    `ConfigError` for an unknown metric, `DataError` for a record that lacks what the metric needs.
     """
-    judge = _JUDGES[known_metric(metric)]
+    make = _METRICS[known_metric(metric)]
     where = f"{source}: " if source else ""
     if not rows:
         raise DataError(f"{where}there are no records to score")
-    if len(rows) != len(answers):
-        raise DataError(f"{where}{len(rows)} records, but {len(answers)} answers; expected one for each")
-    right: list[bool] = []
-    for number, (row, answer) in enumerate(zip(rows, answers, strict=True), start=1):
+    judges: list[Judge] = []
+    for number, (row, wanted) in enumerate(zip(rows, gold, strict=True), start=1):
         try:
-            right.append(judge(row, answer))
+            judges.append(make(row, wanted))
         except DataError as error:
             raise DataError(f"{where}record {number}: {error}; needed by the metric {metric}") from error
-    return Score(metric, sum(right) / len(right), sum(right), len(right), tuple(right))
+    return judges
+
+
+def score(metric: str, judges: Sequence[Judge], answers: Sequence[str]) -> Score:
+    """Score one answer per record; raises `DataError` if their numbers differ."""
+    if len(judges) != len(answers):
+        raise DataError(f"{len(judges)} records, but {len(answers)} answers; expected one for each")
+    right = tuple(judge(answer) for judge, answer in zip(judges, answers, strict=True))
+    return Score(metric, sum(right) / len(right), sum(right), len(right), right)
 
 
 def known_metric(name: str) -> Metric:
@@ -76,38 +83,42 @@ def default_metric(rows: Sequence[Mapping[str, Any]]) -> Metric:
     return "exact_match"
 
 
-def _exact(row: Mapping[str, Any], answer: str) -> bool:
-    return exact_match(answer, _gold(row, _TRAINED))
+def _exact(row: Mapping[str, Any], gold: str) -> Judge:
+    del row
+    wanted = _some(gold)
+    return lambda answer: exact_match(answer, wanted)
 
 
-def _sql(row: Mapping[str, Any], answer: str) -> bool:
+def _sql(row: Mapping[str, Any], gold: str) -> Judge:
     setup = row.get("setup")
     if setup is not None and not (isinstance(setup, list) and all(isinstance(s, str) for s in setup)):
         raise DataError(f"field `setup` is {setup!r:.60}; expected a list of INSERT statements")
-    context = _text(row, "context")
-    return SqlExecution().match(context, extract_sql(answer), _gold(row, _SHORT), setup)
+    context, wanted = _text(row, "context"), _bare(row, gold)
+    SqlExecution(num_databases=1).match(context, wanted, wanted, setup)  # raises if the gold query fails
+    return lambda answer: SqlExecution().match(context, extract_sql(answer), wanted, setup)
 
 
-def _choice(row: Mapping[str, Any], answer: str) -> bool:
-    options = _options(row)
+def _choice(row: Mapping[str, Any], gold: str) -> Judge:
+    options, bare = _options(row), _bare(row, gold)
     if not options:
         raise DataError(
             "no options; expected a field `options` (a list), or `Answer format: a/b/c` in the instruction"
         )
-    gold = extract_choice(_gold(row, _SHORT), options)
-    if gold is None:
-        raise DataError(f"the answer {_gold(row, _SHORT)!r} is none of the options {', '.join(options)}")
-    return extract_choice(answer, options) == gold
+    wanted = extract_choice(bare, options)
+    if wanted is None:
+        raise DataError(f"the answer {bare!r} is none of the options {', '.join(options)}")
+    return lambda answer: extract_choice(answer, options) == wanted
 
 
-def _number(row: Mapping[str, Any], answer: str) -> bool:
-    gold = extract_number(_gold(row, _SHORT))
-    if gold is None:
-        raise DataError(f"the answer {_gold(row, _SHORT)[-60:]!r} has no number")
-    return extract_number(answer) == gold
+def _number(row: Mapping[str, Any], gold: str) -> Judge:
+    bare = _bare(row, gold)
+    wanted = extract_number(bare)
+    if wanted is None:
+        raise DataError(f"the answer {bare[-60:]!r} has no number")
+    return lambda answer: extract_number(answer) == wanted
 
 
-_JUDGES: dict[Metric, Callable[[Mapping[str, Any], str], bool]] = {
+_METRICS: dict[Metric, Callable[[Mapping[str, Any], str], Judge]] = {
     "exact_match": _exact,
     "sql_execution": _sql,
     "choice": _choice,
@@ -123,17 +134,15 @@ def _options(row: Mapping[str, Any]) -> list[str]:
     return next((options for text in asked if isinstance(text, str) and (options := options_of(text))), [])
 
 
-def _gold(row: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """The gold answer: the first of these fields, or the last assistant message of a conversation."""
-    for field in fields:
-        if row.get(field) is not None:
-            return _text(row, field)
-    messages = row.get("messages")
-    if isinstance(messages, list):
-        said = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
-        if said and isinstance(said[-1], str):
-            return said[-1]
-    raise DataError(f"field `{fields[0]}` is missing (or {', '.join(f'`{f}`' for f in fields[1:])})")
+def _bare(row: Mapping[str, Any], gold: str) -> str:
+    """The record's own short answer if it has one beside the text that is learned."""
+    return _some(gold if row.get("answer") in (None, "") else _text(row, "answer"))
+
+
+def _some(gold: str) -> str:
+    if not gold.strip():
+        raise DataError("it has no answer to compare with")
+    return gold
 
 
 def _text(row: Mapping[str, Any], field: str) -> str:

@@ -14,14 +14,7 @@ from leantune.errors import DataError
 from leantune.evaluate.sandbox import QueryError, Result, Row, Sandbox
 from leantune.evaluate.sql_text import extract_sql, is_ordered
 
-__all__ = ["SqlExecution", "execution_match", "extract_sql", "same_result"]
-
-
-def execution_match(
-    context: str, predicted: str, gold: str, setup: Sequence[str] | None = None, seed: int = 0
-) -> bool:
-    """Whether `predicted` returns what `gold` returns; see `SqlExecution.match`."""
-    return SqlExecution(seed=seed).match(context, predicted, gold, setup)
+__all__ = ["SqlExecution", "extract_sql", "same_result"]
 
 
 @dataclass(frozen=True)

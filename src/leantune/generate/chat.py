@@ -6,13 +6,11 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from typing import Any
 
-from jinja2 import TemplateError
-
-from leantune.errors import LeantuneError, ModelError
+from leantune.data.examples import Message
+from leantune.errors import LeantuneError
 from leantune.generate.decode import Sampling, stream
 from leantune.methods.protocol import Attached
 
-Message = dict[str, str]
 Render = Callable[[list[Message]], str]
 
 HELP = "/reset starts again, /system TEXT sets the system message, /exit leaves"
@@ -21,8 +19,7 @@ HELP = "/reset starts again, /system TEXT sets the system message, /exit leaves"
 class ChatSession:
     """The messages so far, and the model that answers them.
 
-    `render` turns messages into the prompt of the next answer; by default the tokenizer's chat
-    template does. Raises `ModelError` if there is neither.
+    `render` turns messages into the prompt of the next answer, e.g. `Template.conversation_prompt`.
     """
 
     def __init__(
@@ -30,24 +27,19 @@ class ChatSession:
         model: Any,
         tokenizer: Any,
         sampling: Sampling,
+        render: Render,
         *,
         attached: Attached | None = None,
         system: str | None = None,
-        render: Render | None = None,
         stop_token_ids: Iterable[int] = (),
     ) -> None:
-        if render is None and not tokenizer.chat_template:
-            raise ModelError(
-                "the tokenizer has no chat template, so messages cannot become a prompt; "
-                "use an instruction-tuned model, or name the template that the model was trained with"
-            )
         self.model = model
         self.tokenizer = tokenizer
         self.sampling = sampling
         self.attached = attached
         self.stop_token_ids = tuple(stop_token_ids)
         self.messages: list[Message] = []
-        self._render = render or self._chat_template
+        self._render = render
         self.restart(system)
 
     @property
@@ -89,12 +81,6 @@ class ChatSession:
             self.attached,
             stop_token_ids=self.stop_token_ids,
         )
-
-    def _chat_template(self, messages: list[Message]) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, ValueError) as error:
-            raise ModelError(f"the chat template refuses the conversation: {error}") from error
 
 
 def run_chat(session: ChatSession, read_line: Callable[[], str], write: Callable[[str], None]) -> None:

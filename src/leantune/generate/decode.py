@@ -40,9 +40,9 @@ def generate(
 ) -> list[str]:
     """Continue rendered prompts; answers come in the order of the prompts, without end tokens.
 
-    `stop_token_ids` end an answer besides the EOS of model and tokenizer and the end-of-turn
-    token of the chat template. `on_progress(done, total)` counts prompts. Raises `DataError` for
-    a prompt that is empty or too long for the model.
+    `stop_token_ids` (those of the template) end an answer besides the EOS of model and tokenizer.
+    `on_progress(done, total)` counts prompts. Raises `DataError` for a prompt that is empty or too
+    long for the model.
     """
     if isinstance(prompts, str):
         raise DataError("prompts is one string; expected a list of strings")

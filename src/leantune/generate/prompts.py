@@ -1,4 +1,4 @@
-"""From prompt strings to left-padded token batches, and the tokens at which an answer ends."""
+"""From prompt strings to left-padded token batches, and the tokens at which any answer ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 
 from leantune.data.tokens import SegmentEncoder
@@ -79,23 +78,7 @@ def pad_id(model: Any, tokenizer: Any) -> int:
 
 
 def stop_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Tokens that end an answer: every EOS of the model and tokenizer, and the end-of-turn token."""
+    """Tokens that end any answer: every EOS of the model and of the tokenizer."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     found = {configured} if isinstance(configured, int) else set(configured or ())
-    return (found | {tokenizer.eos_token_id, _end_of_turn(tokenizer)}) - {None}
-
-
-def _end_of_turn(tokenizer: Any) -> int | None:
-    """The special token that the chat template puts after an assistant's message, if it has one."""
-    if not tokenizer.chat_template:
-        return None
-    answer = "<<the answer>>"
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except (TemplateError, ValueError):  # a template that wants more than two plain turns tells nothing
-        return None
-    _, _, after = text.rpartition(answer)
-    tokens: list[int] = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    return tokens[0] if tokens and tokens[0] in special else None
+    return (found | {tokenizer.eos_token_id}) - {None}

@@ -1,6 +1,6 @@
 """What is trained: one file a method, found by its name."""
 
 from leantune.methods.protocol import AdapterFiles, Attached
-from leantune.methods.registry import attach, attach_saved, method_names
+from leantune.methods.registry import adapter_config_files, attach, attach_saved, method_names
 
-__all__ = ["AdapterFiles", "Attached", "attach", "attach_saved", "method_names"]
+__all__ = ["AdapterFiles", "Attached", "adapter_config_files", "attach", "attach_saved", "method_names"]

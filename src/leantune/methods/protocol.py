@@ -72,7 +72,7 @@ class Attached:
         """Called after gradients are summed over ranks, before clipping and the optimizer."""
 
     def after_step(self) -> None:
-        """Called after the optimizer or a load has changed the parameters."""
+        """Called after the optimizer has changed the parameters."""
 
     def describe(self) -> list[str]:
         """Lines for the user: what was matched."""
@@ -107,10 +107,6 @@ class Attached:
             raise CheckpointError(f"{origin} does not fit this model; " + "; ".join(problems))
         for name, parameter in expected.items():  # the export holds the parameters' own storage
             parameter.copy_(tensors[name])
-        self.after_load()
-
-    def after_load(self) -> None:
-        """Called after `load` has given the parameters new values."""
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:

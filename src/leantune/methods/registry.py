@@ -20,13 +20,19 @@ def method_names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(methods.__path__) if m.name not in _NOT_METHODS)
 
 
+def adapter_config_files() -> list[str]:
+    """The files by which saved adapters are known: one name for each format, in alphabetical order."""
+    files = (getattr(_module(name), "CONFIG_FILE", None) for name in method_names())
+    return sorted({file for file in files if file is not None})
+
+
 def attach(name: str, model: nn.Module, settings: Mapping[str, Any], seed: int) -> Attached:
     """Attach a method to a model whose weights are frozen.
 
     `settings` are the keys of the run's `method` section without its name. The new
     parameters depend on `seed` and on their names alone, not on the process.
     """
-    return importlib.import_module(f"leantune.methods.{name}").attach(model, seed=seed, **settings)
+    return _module(name).attach(model, seed=seed, **settings)
 
 
 def attach_saved(config_file: str, model: nn.Module, config: Mapping[str, Any]) -> Attached | None:
@@ -35,7 +41,11 @@ def attach_saved(config_file: str, model: nn.Module, config: Mapping[str, Any]) 
     The parameters are new; `Attached.load` gives them the saved values.
     """
     for name in method_names():
-        module = importlib.import_module(f"leantune.methods.{name}")
+        module = _module(name)
         if getattr(module, "CONFIG_FILE", None) == config_file:
             return module.attach(model, seed=0, **module.settings_from(config))
     return None
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"leantune.methods.{name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,15 @@ class ModelSource:
 
 
 def resolve_model(name: str, revision: str | None = None, trust_remote_code: bool = False) -> ModelSource:
-    """Find a model; raises `ModelError` if `name` looks like a path that does not exist."""
+    """Find a model; raises `ModelError` for a path that does not exist, or a revision of a local model."""
+    path = Path(name).expanduser()
+    if revision is not None and (name == "demo" or path.is_dir()):
+        raise ModelError(
+            f"model.revision: {revision!r}: {name} is a local model, and only hub models have revisions; "
+            "remove the key"
+        )
     if name == "demo":
         return ModelSource(name, str(demo_folder()))
-    path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model.name: {name} has no config.json; expected a Hugging Face model folder")
@@ -69,8 +74,11 @@ def load_config(source: ModelSource) -> Any:
 
 
 def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model, or the one named; raises `ModelError` if there is none."""
-    where = ModelSource(tokenizer, tokenizer) if tokenizer else source
+    """The tokenizer of the model, or the one named; raises `ModelError` if there is none.
+
+    Code that comes with a named tokenizer runs if the model's may.
+    """
+    where = replace(source, name=tokenizer, location=tokenizer, revision=None) if tokenizer else source
     try:
         return AutoTokenizer.from_pretrained(where.location, **where.options)
     except (OSError, ValueError) as error:

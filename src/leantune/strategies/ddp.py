@@ -17,18 +17,29 @@ _BUCKET_BYTES = 64 * 2**20
 
 
 def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its sum over all ranks, in place; every rank passes the same shapes."""
-    pending: list[tuple[Sequence[Tensor], Tensor, dist.Work | None]] = []
+    """Replace each tensor by its sum over all ranks, in place; every rank passes the same shapes.
+
+    One bucket travels while the next is packed. Without a process group (ddp on one device)
+    this rank is all ranks.
+    """
+    if not dist.is_initialized():
+        return
+    on_the_way: tuple[list[Tensor], Tensor, dist.Work | None] | None = None
     for bucket in _buckets(tensors):
         flat = torch.cat([tensor.flatten() for tensor in bucket])
-        pending.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
-    for bucket, flat, work in pending:
-        if work is not None:
-            work.wait()
-        offset = 0
-        for tensor in bucket:
-            tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
-            offset += tensor.numel()
+        sent = (bucket, flat, dist.all_reduce(flat, async_op=True))
+        if on_the_way is not None:
+            _unpack(*on_the_way)
+        on_the_way = sent
+    if on_the_way is not None:
+        _unpack(*on_the_way)
+
+
+def _unpack(bucket: list[Tensor], flat: Tensor, work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+    for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

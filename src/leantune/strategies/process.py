@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from leantune.errors import LaunchError
 from leantune.strategies.failure import die_with_parent, in_worker, is_peer_lost
@@ -75,30 +73,11 @@ def place_on_node() -> tuple[int, int]:
     return rank - local_rank, local_rank
 
 
-def leave(world: World) -> None:
+def leave() -> None:
     """Say goodbye once all ranks are done (rank 0 may still be saving); not to be called after an error."""
     if dist.is_initialized():
         barrier()
         dist.destroy_process_group()
-    del world
-
-
-def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Sum the tensor over all ranks, in place where it lies on the group's device; returns the sum."""
-    if not dist.is_initialized():
-        return tensor
-    summed = tensor.to(_group_device())
-    dist.all_reduce(summed, op=dist.ReduceOp.SUM)
-    return summed.to(tensor.device)
-
-
-def broadcast_object(value: T) -> T:
-    """Rank 0's value, on every rank."""
-    if not dist.is_initialized():
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0, device=_group_device())
-    return values[0]
 
 
 def gather_objects(value: T) -> list[T]:
@@ -116,28 +95,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on at least one rank; the same answer on all."""
-    if not dist.is_initialized():
-        return flag
-    raised = torch.tensor([int(flag)], dtype=torch.int32, device=_group_device())
-    dist.all_reduce(raised, op=dist.ReduceOp.MAX)
-    return bool(raised.item())
-
-
-def all_equal(number: int | float) -> bool:
-    """Whether every rank passed the same number, to the bit (64-bit int or float); NaN equals NaN."""
-    if not dist.is_initialized():
-        return True
-    # Adding 0.0 turns -0.0, which equals 0.0, into it.
-    bits = number if isinstance(number, int) else struct.unpack("<q", struct.pack("<d", number + 0.0))[0]
-    lowest = torch.tensor([bits], dtype=torch.int64, device=_group_device())
-    highest = lowest.clone()
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    return bool(lowest.item() == highest.item())
-
-
 def _device(kind: Literal["cpu", "cuda"], local_rank: int) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
@@ -149,12 +106,6 @@ def _device(kind: Literal["cpu", "cuda"], local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def _group_device() -> torch.device:
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _env_int(name: str) -> int:

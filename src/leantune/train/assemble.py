@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import asdict
 from typing import Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from leantune.bases import load_base
-from leantune.checkpoint.optimizer_state import load_optimizer, optimizer_tensors
 from leantune.checkpoint.run_folder import RunFolder
-from leantune.checkpoint.store import Checkpoint, CheckpointStore
+from leantune.checkpoint.store import CheckpointStore
 from leantune.config.schema import RunConfig
 from leantune.data.records import EncodedRecords
-from leantune.errors import CheckpointError, ConfigError, DataError, ModelError
+from leantune.errors import ConfigError, DataError, ModelError
 from leantune.methods import Attached, attach
 from leantune.models.source import resolve_model
 from leantune.strategies.process import World
 from leantune.strategies.stop import StopRequest
 from leantune.train.events import Events, peak_memory_gib
-from leantune.train.optimizer import build_optimizer, build_schedule
-from leantune.train.run import LoopSettings, Run, TrainState
-from leantune.train.steps import plan_steps
-
-_PARAMETERS = "parameters/"
+from leantune.train.optimizer import Schedule, build_optimizer, build_schedule
+from leantune.train.run import LoopSettings, Run
+from leantune.train.saving import RunCheckpoints
+from leantune.train.steps import StepPlan, plan_steps
 
 
 def device_kind(config: RunConfig) -> Literal["cpu", "cuda"]:
@@ -52,14 +48,11 @@ def assemble(
     tokenizer: PreTrainedTokenizerBase,
     events: Events,
     stop: StopRequest,
-) -> tuple[Run, Callable[[TrainState], Checkpoint | None]]:
-    """Build the model, attach the method, make the optimizer.
-
-    Returns the run and a function that restores the newest complete checkpoint into it.
-    """
+) -> tuple[Run, RunCheckpoints]:
+    """Build the model, attach the method, make the optimizer; returns the run and its checkpoints."""
     train_records, validation_records = load_records(folder)
     model, attached = _build_model(config, world)
-    _check_positions(attached, train_records)
+    check_positions(attached, train_records)
     plan = plan_steps(config.train, len(train_records), config.strategy.devices)
     optimizer = build_optimizer(
         attached.trainable(),
@@ -67,37 +60,21 @@ def assemble(
         learning_rate=config.train.learning_rate,
         **config.train.optimizer.model_dump(),
     )
-    schedule = config.train.schedule
-    store = CheckpointStore(folder.checkpoints, config.output.keep_checkpoints)
-    names = {parameter: name for name, parameter in attached.trainable().items()}
-
-    def save(state: TrainState, best: bool) -> None:
-        if not config.output.checkpoints or not world.is_main:
-            return
-        tensors = {f"{_PARAMETERS}{name}": p.detach() for name, p in attached.trainable().items()}
-        states, scalars = optimizer_tensors(optimizer, names)
-        values = {"train": asdict(state), "optimizer": scalars, "plan": asdict(plan)}
-        store.save(state.step, {**tensors, **states}, values, best=best)
-        events.message(f"checkpoint saved: {store.path_of(state.step)}")
-
-    def restore(state: TrainState) -> Checkpoint | None:
-        checkpoint, lines = store.newest()
-        for line in lines:
-            events.message(line)
-        if checkpoint is not None:
-            _load_parameters(attached, checkpoint)
-            load_optimizer(optimizer, names, checkpoint.tensors, checkpoint.state["optimizer"])
-            state.__dict__.update(checkpoint.state["train"])
-        return checkpoint
-
+    checkpoints = RunCheckpoints(
+        CheckpointStore(folder.checkpoints, config.output.keep_checkpoints),
+        attached,
+        optimizer,
+        plan,
+        writes=config.output.checkpoints and world.is_main,
+        keeps_best=config.eval.keep_best and validation_records is not None,
+        say=events.message,
+    )
     run = Run(
         world=world,
         model=model,
         attached=attached,
         optimizer=optimizer,
-        schedule=build_schedule(
-            schedule.name, config.train.learning_rate, plan.total_steps, plan.warmup_steps, schedule.floor
-        ),
+        schedule=_schedule(config, plan),
         sum_over_ranks=importlib.import_module(f"leantune.strategies.{config.strategy.name}").sum_over_ranks,
         train_records=train_records,
         validation_records=validation_records,
@@ -106,10 +83,35 @@ def assemble(
         settings=_loop_settings(config, world),
         events=events,
         stop=stop,
-        save_checkpoint=save,
+        save_checkpoint=checkpoints.save,
         peak_memory_gib=lambda: peak_memory_gib(world.device),
     )
-    return run, restore
+    return run, checkpoints
+
+
+def attach_method(config: RunConfig, model: PreTrainedModel) -> Attached:
+    """Attach the run's method to a frozen model; raises `ModelError` if the model cannot have it."""
+    settings = config.method.model_dump(exclude={"name"})
+    attached = attach(config.method.name, model, settings, config.train.seed)
+    if config.train.activation_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ModelError(
+                f"train.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
+            )
+        # transformers renames the method in version 6.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    return attached
+
+
+def check_positions(attached: Attached, records: EncodedRecords) -> None:
+    """A method that edits prompt tokens needs records that have some; raises `DataError` if none has."""
+    edited = [attached.num_edited(int(length)) for length in records.prompt_lengths]
+    if edited and None not in edited and not any(edited):
+        raise DataError(
+            f"method {attached.name} edits prompt tokens, but no record has a prompt of two tokens or more "
+            "(format text has none); use a format with prompts, or another method"
+        )
 
 
 def load_records(folder: RunFolder) -> tuple[EncodedRecords, EncodedRecords | None]:
@@ -131,47 +133,14 @@ def _build_model(config: RunConfig, world: World) -> tuple[PreTrainedModel, Atta
         device=world.device,
         attention=section.attention,
     )
-    settings = config.method.model_dump(exclude={"name"})
-    attached = attach(config.method.name, model, settings, config.train.seed)
-    if config.train.activation_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise ModelError(
-                f"train.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
-            )
-        # transformers renames the method in version 6.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
-    return model, attached
+    return model, attach_method(config, model)
 
 
-def _check_positions(attached: Attached, records: EncodedRecords) -> None:
-    """A method that edits prompt tokens needs records that have some."""
-    edited = [attached.num_edited(int(length)) for length in records.prompt_lengths]
-    if edited and None not in edited and not any(edited):
-        raise DataError(
-            f"method {attached.name} edits prompt tokens, but no record has a prompt of two tokens or more "
-            "(format text has none); use a format with prompts, or another method"
-        )
-
-
-@torch.no_grad()
-def _load_parameters(attached: Attached, checkpoint: Checkpoint) -> None:
-    saved = {
-        n.removeprefix(_PARAMETERS): t for n, t in checkpoint.tensors.items() if n.startswith(_PARAMETERS)
-    }
-    trainable = attached.trainable()
-    differing = sorted(saved.keys() ^ trainable.keys())
-    if differing:
-        raise CheckpointError(
-            f"{checkpoint.path} does not fit this run's method or model; differing names: "
-            f"{', '.join(differing[:5])} ({len(differing)} in all)"
-        )
-    for name, parameter in trainable.items():
-        if saved[name].shape != parameter.shape:
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} is {tuple(saved[name].shape)}, expected {tuple(parameter.shape)}"
-            )
-        parameter.copy_(saved[name])
+def _schedule(config: RunConfig, plan: StepPlan) -> Schedule:
+    section = config.train.schedule
+    return build_schedule(
+        section.name, config.train.learning_rate, plan.total_steps, plan.warmup_steps, section.floor
+    )
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

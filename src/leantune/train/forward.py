@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -23,6 +24,14 @@ def summed_loss(model: PreTrainedModel, batch: MicroBatch, autocast: bool) -> Te
     with context:
         logits = labelled_logits(model, batch.input_ids, batch.label_index)
     return summed_cross_entropy(logits, batch.labels)
+
+
+def perplexity(mean_loss: float) -> float:
+    """exp of the mean loss per token (nats); infinite where that overflows."""
+    try:
+        return math.exp(mean_loss)
+    except OverflowError:
+        return math.inf
 
 
 @torch.no_grad()

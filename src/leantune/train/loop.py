@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from leantune.data.batches import MicroBatch, Window, deal
 from leantune.errors import NumericsError
 from leantune.strategies.process import gather_objects
-from leantune.train.forward import mean_loss, summed_loss
+from leantune.train.forward import mean_loss, perplexity, summed_loss
 from leantune.train.optimizer import set_learning_rate
 from leantune.train.run import Run, TrainState
 
@@ -148,7 +148,10 @@ def _report_step(
 
 
 def evaluate(run: Run, state: TrainState) -> bool:
-    """Measure the validation loss; returns whether it is the best so far."""
+    """Measure the validation loss; returns whether it is the best so far and to be kept as that.
+
+    Raises the same `NumericsError` on every rank if the loss is not finite.
+    """
     assert run.validation_records is not None
     loss, tokens = mean_loss(
         run.model,
@@ -162,12 +165,17 @@ def evaluate(run: Run, state: TrainState) -> bool:
         world_size=run.world.size,
         sum_over_ranks=run.sum_over_ranks,
     )
+    if not math.isfinite(loss):
+        raise NumericsError(
+            f"step {state.step}: the validation loss is {loss}; lower train.learning_rate, set "
+            "train.max_grad_norm, or look at the validation records"
+        )
     run.events.evaluation(
         {
             "step": state.step,
             "epoch": state.step / run.plan.steps_per_epoch,
             "eval_loss": loss,
-            "eval_perplexity": math.exp(min(loss, 700.0)),
+            "eval_perplexity": perplexity(loss),
             "eval_tokens": tokens,
         }
     )

@@ -25,25 +25,16 @@ class Throughput:
 
     def __init__(self, window: int = 20) -> None:
         self._recent: deque[tuple[int, float]] = deque(maxlen=window)
-        self.total_tokens = 0
-        self.total_seconds = 0.0
 
     def step(self, tokens: int, seconds: float) -> None:
         """Count a step that took in so many tokens on all ranks in so many seconds."""
         self._recent.append((tokens, seconds))
-        self.total_tokens += tokens
-        self.total_seconds += seconds
 
     @property
     def tokens_per_second(self) -> float:
         """Over the recent steps; 0 before the first one."""
         seconds = sum(seconds for _, seconds in self._recent)
         return sum(tokens for tokens, _ in self._recent) / seconds if seconds > 0 else 0.0
-
-    @property
-    def mean_tokens_per_second(self) -> float:
-        """Over all steps; 0 before the first one."""
-        return self.total_tokens / self.total_seconds if self.total_seconds > 0 else 0.0
 
     def seconds_left(self, steps_left: int) -> float | None:
         """Training time of so many more steps at the recent speed; None before the first step."""

@@ -9,31 +9,32 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from leantune.checkpoint.run_folder import RunFolder
 from leantune.config import RunConfig, to_yaml
 from leantune.strategies.process import gather_objects
 
-# Makes the folder of a run: the run folder itself (None), or a copy for reading in a scratch place.
+# Makes and locks the folder of a run: the run folder itself (None), or a copy for reading in a scratch place.
 MakeFolder = Callable[[Path | None], RunFolder]
 
 
 @contextmanager
 def node_folder(make: MakeFolder, *, main: bool, fresh: bool) -> Iterator[RunFolder]:
     """The folder of this machine. A `fresh` run that ends before its training began leaves none behind."""
-    if not main:
-        with tempfile.TemporaryDirectory(prefix="leantune-node-") as scratch:
-            yield make(Path(scratch) / "run")
-        return
-    folder = make(None)
-    try:
-        yield folder
-    except BaseException:
-        if fresh:
-            folder.discard_unused()
-        raise
+    with ExitStack() as stack:
+        place = None
+        if not main:
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leantune-node-"))) / "run"
+        folder = make(place)
+        stack.callback(folder.lock.release)
+        try:
+            yield folder
+        except BaseException:
+            if fresh and main:
+                folder.discard_unused()
+            raise
 
 
 def shared_with_node(node: int, mine: RunFolder | None) -> RunFolder:
@@ -49,5 +50,6 @@ def reopen(folder: RunFolder, config: RunConfig, scratch: Path | None) -> RunFol
         target = RunFolder.create(str(scratch), "", False)
         for name in ("records", "checkpoints"):
             (target.path / name).symlink_to((folder.path / name).absolute())
-    target.write_config(to_yaml(config))
+    with target.lock.kept():
+        target.write_config(to_yaml(config))
     return target

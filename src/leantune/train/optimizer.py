@@ -45,8 +45,8 @@ def build_schedule(
     """The learning rate of step s, counted from 0.
 
     Warm-up rises in equal parts to the full rate at step warmup_steps - 1; linear and cosine
-    then fall to `floor` times the rate at the end of the run. A constant rate without
-    warm-up is the same number at every step, so nothing is ever set.
+    then fall towards `floor` times the rate, which the step after the last would have. A
+    constant rate without warm-up is the same number at every step, so nothing is ever set.
     """
 
     def rate(step: int) -> float:

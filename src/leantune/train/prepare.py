@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from leantune.checkpoint.run_folder import RunFolder
 from leantune.config import RunConfig, to_yaml
+from leantune.data.jinja_template import JinjaTemplate
 from leantune.data.prepare import PreparedData, prepare_data
 from leantune.data.show import show_example, show_example_styled
-from leantune.models.source import check_vocabulary, load_config, load_tokenizer, resolve_model
-from leantune.train.assemble import device_kind
+from leantune.errors import ConfigError, LeantuneError
+from leantune.models.source import ModelSource, check_vocabulary, load_config, load_tokenizer, resolve_model
+from leantune.train.assemble import attach_method, check_positions, device_kind
 from leantune.train.steps import StepPlan, plan_steps
 from leantune.train.trackers import check_trackers
 
@@ -36,11 +41,49 @@ def prepare_run(config: RunConfig, name: str, say: Say = print, scratch: Path | 
     check_vocabulary(model_config, tokenizer)
     prepared = prepare_data(config.data, tokenizer, config.train.seed)
     plan = plan_steps(config.train, len(prepared.train), config.strategy.devices)
+    _check_lengths(model_config, prepared)
+    _check_method(config, source, model_config, prepared)
     _describe(prepared, tokenizer, plan, config.strategy.devices, say)
     output = config.output
     folder = RunFolder.create(str(scratch) if scratch else output.dir, name, output.overwrite)
-    _fill(folder, config, prepared, plan)
+    try:
+        with folder.lock.kept():
+            _fill(folder, config, prepared, plan)
+    except BaseException:
+        folder.discard_unused()
+        raise
     return folder
+
+
+def _check_lengths(model_config: Any, prepared: PreparedData) -> None:
+    """Records longer than the positions that the model knows would fail in its first step, or train noise."""
+    positions = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    parts = [part for part in (prepared.train, prepared.validation) if part is not None]
+    longest = max(int(part.lengths.max(initial=0)) for part in parts)
+    if isinstance(positions, int) and 0 < positions < longest:
+        raise ConfigError(
+            f"data.max_length: the longest record has {longest} tokens, but the model has {positions} "
+            f"positions (max_position_embeddings); set data.max_length to {positions} or less"
+        )
+
+
+def _check_method(config: RunConfig, source: ModelSource, model_config: Any, prepared: PreparedData) -> None:
+    """Attach the method to the model without its weights: what cannot be is told before a run is replaced.
+
+    A model that cannot be built without its weights is left for `assemble` to check.
+    """
+    try:
+        with torch.device("meta"):
+            loader: Any = AutoModelForCausalLM
+            model: PreTrainedModel = loader.from_config(
+                copy.deepcopy(model_config), trust_remote_code=source.trust_remote_code
+            )
+        attached = attach_method(config, model.requires_grad_(False))
+    except LeantuneError:
+        raise
+    except Exception:  # of any kind: the code of a model may do what it likes
+        return
+    check_positions(attached, prepared.train)
 
 
 def _describe(
@@ -68,6 +111,8 @@ def _fill(folder: RunFolder, config: RunConfig, prepared: PreparedData, plan: St
     if prepared.validation is not None:
         prepared.validation.save(folder.records / "validation.safetensors")
         facts["validation"] = asdict(prepared.validation.facts)
+    if isinstance(prepared.template, JinjaTemplate):
+        folder.template.write_text(prepared.template.source, encoding="utf-8")
     folder.write_json("data.json", {**facts, "format": prepared.format, "template": prepared.template.name})
     batches = {"global_batch_size": plan.global_batch_size, "gradient_accumulation_steps": None}
     resolved = config.model_copy(update={"train": config.train.model_copy(update=batches)})

@@ -10,7 +10,11 @@ from leantune.checkpoint.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to. Losses are means over supervised tokens; tokens_per_second counts all tokens."""
+    """What a run came to. Losses are means over supervised tokens; tokens_per_second counts all tokens.
+
+    `best_step` is that of the lowest validation loss, `exported_step` that of the weights in
+    adapter/ or model/; `eval_loss` is the last one measured.
+    """
 
     folder: Path
     ending: str
@@ -19,6 +23,7 @@ class RunResult:
     last_loss: float | None
     eval_loss: float | None
     best_step: int | None
+    exported_step: int
     trainable_parameters: int
     total_parameters: int
     tokens: int

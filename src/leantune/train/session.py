@@ -16,7 +16,7 @@ from leantune.errors import CheckpointError
 from leantune.models.source import load_tokenizer, resolve_model
 from leantune.strategies.failure import in_worker, worker_errors
 from leantune.strategies.launch import check_launch, launch
-from leantune.strategies.process import World, join, leave, place_on_node
+from leantune.strategies.process import World, gather_objects, join, leave, place_on_node
 from leantune.strategies.stop import StopRequest
 from leantune.train.agreement import check_agreement
 from leantune.train.assemble import assemble, device_kind
@@ -27,6 +27,7 @@ from leantune.train.prepare import prepare_run
 from leantune.train.relay import RELAY_FILE, row_receiver, row_sender
 from leantune.train.result import RunResult, read_result, write_result
 from leantune.train.run import Run, TrainState
+from leantune.train.saving import RunCheckpoints
 
 
 def start_run(
@@ -142,7 +143,7 @@ def _work(
     # Only now: until all ranks have met there is nothing to save, and a signal may end the process.
     with StopRequest() as stop:
         result = _train(config, folder, world, stop, notify, quiet)
-        leave(world)
+        leave()
     if result is None:
         # Another rank may have been told to stop, on another machine.
         raise SystemExit(128 + (stop.signal or signal.SIGTERM))
@@ -163,9 +164,9 @@ def _train(
         notify=notify,
     )
     try:
-        run, restore = assemble(config, folder, world, tokenizer, events, stop)
+        run, checkpoints = assemble(config, folder, world, tokenizer, events, stop)
         state = TrainState()
-        checkpoint = restore(state)
+        checkpoint = checkpoints.restore(state)
         check_agreement(config, run, state.step)
         for line in _opening(run, state, checkpoint.path if checkpoint else None):
             events.message(line)
@@ -176,7 +177,7 @@ def _train(
         if ending == "interrupted":
             events.message(_interrupted(config, folder, state.step))
             return None
-        return _finish(config, run, state, ending, folder, tokenizer)
+        return _finish(config, run, checkpoints, state, ending, folder, tokenizer)
     finally:
         events.close()
 
@@ -202,12 +203,13 @@ def _interrupted(config: RunConfig, folder: RunFolder, step: int) -> str:
 def _finish(
     config: RunConfig,
     run: Run,
+    checkpoints: RunCheckpoints,
     state: TrainState,
     ending: str,
     folder: RunFolder,
     tokenizer: PreTrainedTokenizerBase,
 ) -> RunResult:
-    trained = sum(p.numel() for p in run.trainable.values())
+    exported_step = gather_objects(checkpoints.restore_best(state))[0]  # rank 0 exports
     result = RunResult(
         folder=folder.path,
         ending=ending,
@@ -216,7 +218,8 @@ def _finish(
         last_loss=state.last_loss,
         eval_loss=state.last_eval_loss,
         best_step=state.best_step,
-        trainable_parameters=trained,
+        exported_step=exported_step,
+        trainable_parameters=sum(p.numel() for p in run.trainable.values()),
         total_parameters=sum(p.numel() for p in run.model.parameters()),
         tokens=state.tokens,
         seconds=state.seconds,

@@ -30,7 +30,10 @@ class StepPlan:
 
 
 def plan_steps(train: TrainSection, num_records: int, devices: int) -> StepPlan:
-    """Resolve batch sizes and step counts for a number of records and devices."""
+    """Resolve batch sizes and step counts for a number of records and devices.
+
+    A step with fewer records than all devices could take at once is shared out evenly.
+    """
     per_pass = train.micro_batch_size * devices
     global_batch_size = train.global_batch_size or per_pass * (train.gradient_accumulation_steps or 1)
     steps_per_epoch = math.ceil(num_records / global_batch_size)
@@ -40,7 +43,7 @@ def plan_steps(train: TrainSection, num_records: int, devices: int) -> StepPlan:
     return StepPlan(
         num_records=num_records,
         global_batch_size=global_batch_size,
-        micro_batch_size=train.micro_batch_size,
+        micro_batch_size=min(train.micro_batch_size, math.ceil(global_batch_size / devices)),
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
         warmup_steps=_warmup_steps(train.schedule, total_steps),

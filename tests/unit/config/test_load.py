@@ -224,7 +224,7 @@ class TestWorldSize:
         assert problem.startswith("strategy: single, but torchrun started 2 processes")
 
     def test_batches_are_checked_with_torchruns_number(self) -> None:
-        train = {"train": {"micro_batch_size": 4, "global_batch_size": 8}}
+        train = {"train": {"micro_batch_size": 4, "global_batch_size": 16}}
         assert validate({**BASE, **train}, {"WORLD_SIZE": "2"}).strategy.devices == 2
         (problem,) = problems_of(train, {"WORLD_SIZE": "3"})
         assert "micro_batch_size 4 × devices 3 = 12" in problem
@@ -241,3 +241,25 @@ def test_batch_sizes_that_contradict_each_other_are_refused() -> None:
     assert "2 × devices 1 × gradient_accumulation_steps 3 = 6" in problem
     agreeing = {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "global_batch_size": 8}
     assert validate({**BASE, "train": agreeing}).train.global_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"data": {"train": "x.jsonl", "generated_records": 5}}, "data.generated_records"),
+        ({"data": {"train": "dummy", "train_on": "all"}}, "data.train_on"),
+        ({"data": {"train": "x.jsonl", "validation_split": "dev"}}, "data.validation_split"),
+        ({"eval": {"early_stop_min_delta": 0.1}}, "eval.early_stop_min_delta"),
+        ({"output": {"checkpoints": False, "keep_checkpoints": 5}}, "output.keep_checkpoints"),
+        ({"output": {"project": "mine"}}, "output.project"),
+    ],
+)
+def test_keys_that_nothing_would_obey_are_refused(changes: dict[str, Any], key: str) -> None:
+    """A setting that was accepted and then ignored."""
+    problems = problems_of(changes)
+    assert [problem for problem in problems if problem.startswith(f"{key}: has no effect here")]
+
+
+def test_fewer_records_a_step_than_devices_are_refused() -> None:
+    (problem,) = problems_of({"train": {"global_batch_size": 1}, "strategy": {"devices": 2}})
+    assert "is less than strategy.devices 2" in problem

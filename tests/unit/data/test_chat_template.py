@@ -151,3 +151,12 @@ def test_a_record_that_the_template_refuses_is_named() -> None:
     template = make_template("chat", "chat", tiny_tokenizer(chat_template=REFUSES_SYSTEM))
     with pytest.raises(DataError, match=r"a\.jsonl:1: .*no system role"):
         template.segments(_chat("a", "b", system="Mine."))
+
+
+def test_a_conversation_may_be_rewritten_by_the_template() -> None:
+    """The answer before was looked for in the prompt, where its reasoning is not any more."""
+    tokenizer = tiny_tokenizer(chat_template=QWEN)
+    template = make_template("chat", "chat", tokenizer)
+    said = [*_chat("a", "why</think>b", "c").messages]
+    expected = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert template.conversation_prompt(said) == expected

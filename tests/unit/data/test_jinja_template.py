@@ -50,7 +50,7 @@ def test_the_answer_is_found_wherever_it_stands(tmp_path: Path, source: str, exp
     template = _template(tmp_path, source, "qa")
     record = {"question": "q", "answer": "a"}
     assert _text(template.segments(_example("qa", record))) == expected
-    assert template.render_prompt(record)[0] == expected.partition("[")[0]
+    assert template.prompt(_example("qa", record)) == expected.partition("[")[0]
     assert template.user_prompt("q") == expected.partition("[")[0]
 
 
@@ -58,6 +58,19 @@ def test_several_turns_through_messages(tmp_path: Path) -> None:
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     segments = _template(tmp_path, source, "chat").segments(_example("chat", CHAT))
     assert _text(segments) == "user: a\nassistant: [b*]\nuser: c\nassistant: [d*]"
+
+
+def test_a_conversation_needs_a_file_that_writes_messages(tmp_path: Path) -> None:
+    """A file that writes one answer would have left the earlier turns out."""
+    several = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    said = CHAT["messages"][:3]
+    prompt = _template(tmp_path, several, "qa").conversation_prompt(said)
+    assert prompt == "user: a\nassistant: b<|im_end|>\nuser: c\nassistant: "
+    with pytest.raises(DataError, match=r"mine\.jinja: the template must write each answer once"):
+        _template(tmp_path, "Q: {{ question }} A: {{ answer }}", "qa").conversation_prompt(said)
+    system = [{"role": "system", "content": "Be brief."}, *said[:1]]
+    with pytest.raises(DataError, match="does not write the system message"):
+        _template(tmp_path, "Q: {{ question }} A: {{ answer }}", "qa").conversation_prompt(system)
 
 
 def test_a_chat_template_as_a_file_renders_like_the_tokenizers_own(tmp_path: Path) -> None:

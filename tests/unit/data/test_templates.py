@@ -95,18 +95,50 @@ def test_the_prompt_of_a_row_is_what_training_put_before_the_answer(
 ) -> None:
     """Generation used another prompt than training, by a byte."""
     template = make_template(spec, format, tiny_tokenizer())
-    segments = template.segments(_example(format, **values))
-    prompt, answer = template.render_prompt(values)
-    assert prompt == segments[0].text
-    assert answer in segments[1].text
+    example = _example(format, **values)
+    segments = template.segments(example)
+    assert template.prompt(example) == template.prompt(example.without_answer()) == segments[0].text
+    assert example.answer in segments[1].text
     assert [s.supervised for s in segments] == [False, True]
 
 
 def test_a_bare_text_is_rendered_like_a_record() -> None:
     chat = make_template("chat", "alpaca", tiny_tokenizer())
-    row = {"instruction": "Say hi.", "input": "", "output": "hi"}
-    assert chat.user_prompt("Say hi.") == chat.render_prompt(row)[0]
+    row = _example("alpaca", instruction="Say hi.", input="", output="hi")
+    assert chat.user_prompt("Say hi.") == chat.prompt(row)
     assert make_template("plain", "text", tiny_tokenizer()).user_prompt("Once") == "Once"
+
+
+@pytest.mark.parametrize("spec", ["plain", "alpaca", "chat"])
+@pytest.mark.parametrize("format", ["alpaca", "sql", "qa", "prompt_completion", "chat", "guanaco"])
+def test_the_first_prompt_of_a_conversation_is_that_of_generate(spec: str, format: str) -> None:
+    """`chat` asked every run with the tokenizer's chat template, whatever it was trained with."""
+    asked = [{"role": "user", "content": "Who?"}]
+    template = make_template(spec, format, tiny_tokenizer())
+    assert template.conversation_prompt(asked) == template.user_prompt("Who?")
+    briefed = make_template(spec, format, tiny_tokenizer(), system="Be brief.")
+    system = {"role": "system", "content": "Be brief."}
+    assert template.conversation_prompt([system, *asked]) == briefed.user_prompt("Who?")
+    assert briefed.conversation_prompt(asked) == template.user_prompt("Who?")
+
+
+@pytest.mark.parametrize("spec", ["plain", "chat"])
+def test_a_conversation_is_rendered_like_a_record_of_several_turns(spec: str) -> None:
+    """The answer's own space came on top of the one that the template writes."""
+    template = make_template(spec, "chat", tiny_tokenizer())
+    said = [TURNS[0], {"role": "assistant", "content": " b"}, TURNS[2]]
+    assert template.conversation_prompt(said) == template.prompt(_example("chat", messages=TURNS))
+
+
+@pytest.mark.parametrize(("spec", "format"), [("alpaca", "chat"), ("plain", "sql"), ("plain", "text")])
+def test_a_conversation_that_the_template_has_no_place_for_is_refused(spec: str, format: str) -> None:
+    """Earlier turns were left out of the prompt without a word."""
+    template = make_template(spec, format, tiny_tokenizer())
+    with pytest.raises(DataError, match=r"the conversation: the .* template holds one question"):
+        template.conversation_prompt(TURNS[:3])
+    if format == "text":
+        with pytest.raises(DataError, match="one question"):
+            template.conversation_prompt([{"role": "system", "content": "S"}, TURNS[0]])
 
 
 def test_a_system_message_is_the_first_line_or_refused_never_ignored() -> None:

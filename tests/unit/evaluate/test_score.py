@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from leantune.data.formats import read_examples
+from leantune.data.readers import Row
 from leantune.errors import ConfigError, DataError
-from leantune.evaluate.score import default_metric, score
+from leantune.evaluate.score import Score, default_metric, judges_for
+from leantune.evaluate.score import score as score_answers
 
 SQL: dict[str, Any] = {
     "context": "CREATE TABLE t (a INTEGER, b TEXT)",
@@ -25,6 +28,16 @@ ALPACA: dict[str, Any] = {"instruction": "Greet.", "input": "", "output": "Hello
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello there"}]
 }
+
+
+def gold(rows: list[dict[str, Any]]) -> list[str]:
+    """What a model is trained to say to these records."""
+    _, examples = read_examples([Row(row, "r") for row in rows], require_answer=False)
+    return [example.answer for example in examples]
+
+
+def score(metric: str, rows: list[dict[str, Any]], answers: list[str]) -> Score:
+    return score_answers(metric, judges_for(metric, rows, gold(rows)), answers)
 
 
 @pytest.mark.parametrize(
@@ -69,25 +82,39 @@ def test_rows_of_a_record_of_its_own_are_used_for_sql() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "row", "message"),
+    ("metric", "row", "wanted", "message"),
     [
-        ("sql_execution", {"answer": "SELECT 1"}, "`context` is missing"),
-        ("sql_execution", {**SQL, "answer": None}, "`answer` is missing"),
-        ("sql_execution", {**SQL, "answer": "SELECT x FROM y"}, "gold query does not run"),
-        ("sql_execution", {**SQL, "setup": "INSERT"}, "`setup`"),
-        ("choice", {**ALPACA, "answer": "x"}, "no options"),
-        ("choice", {**CHOICE, "answer": "maybe"}, "none of the options true, false"),
-        ("gsm8k", {"question": "?", "answer": "none"}, "has no number"),
-        ("exact_match", {"instruction": "x"}, "`output` is missing"),
-        ("exact_match", {"output": ["x"]}, "`output` is \\['x'\\]; expected text"),
+        ("sql_execution", {"answer": "SELECT 1"}, "SELECT 1", "`context` is missing"),
+        ("sql_execution", {**SQL, "answer": ""}, "", "no answer to compare with"),
+        ("sql_execution", {**SQL, "answer": "SELECT x FROM y"}, "", "gold query does not run"),
+        ("sql_execution", {**SQL, "setup": "INSERT"}, "SELECT a FROM t", "`setup`"),
+        ("choice", {**ALPACA, "answer": "x"}, "x", "no options"),
+        ("choice", {**CHOICE, "answer": "maybe"}, "maybe", "none of the options true, false"),
+        ("choice", {**CHOICE, "answer": ["true"]}, "true", "`answer` is \\['true'\\]; expected text"),
+        ("gsm8k", {"question": "?", "answer": "none"}, "none", "has no number"),
+        ("exact_match", {"instruction": "x"}, "", "no answer to compare with"),
     ],
 )
-def test_a_record_that_lacks_what_the_metric_needs_is_named(
-    metric: str, row: dict[str, Any], message: str
+def test_a_record_that_lacks_what_the_metric_needs_is_named_before_anything_is_asked(
+    metric: str, row: dict[str, Any], wanted: str, message: str
 ) -> None:
+    """Hours of answers were thrown away because the last record could not be scored."""
     good = {"sql_execution": SQL, "choice": CHOICE, "gsm8k": MATHS, "exact_match": ALPACA}[metric]
     with pytest.raises(DataError, match=rf"test\.jsonl: record 2: .*{message}.*{metric}"):
-        score(metric, [good, row], ["x", "x"], source="test.jsonl")
+        judges_for(metric, [good, row], [*gold([good]), wanted], source="test.jsonl")
+
+
+def test_the_bare_answer_of_a_record_wins_over_the_sentence_that_is_learned() -> None:
+    row = {
+        **ALPACA,
+        "instruction": "Is it?\n\nAnswer format: yes/no",
+        "output": "Not no: yes",
+        "answer": "yes",
+    }
+    assert score("choice", [row], ["yes"]).correct == 1
+    assert score("exact_match", [row], ["Not no: yes"]).correct == 1
+    worked = {"prompt": "p", "completion": "so 3 of 4", "answer": 3}
+    assert score("gsm8k", [worked], ["3"]).correct == 1
 
 
 def test_an_unknown_metric_gets_a_suggestion() -> None:
@@ -101,4 +128,4 @@ def test_records_and_answers_must_pair_up() -> None:
     with pytest.raises(DataError, match="2 records, but 1 answers"):
         score("exact_match", [ALPACA, ALPACA], ["x"])
     with pytest.raises(DataError, match="no records"):
-        score("exact_match", [], [])
+        judges_for("exact_match", [], [])

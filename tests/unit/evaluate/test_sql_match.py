@@ -11,7 +11,7 @@ import pytest
 
 from leantune.errors import DataError
 from leantune.evaluate.sandbox import QueryError, Result, Sandbox
-from leantune.evaluate.sql import SqlExecution, execution_match, same_result
+from leantune.evaluate.sql import SqlExecution, same_result
 
 STAFF = (
     "CREATE TABLE staff (id INTEGER PRIMARY KEY, name VARCHAR, age INTEGER, pay REAL, team_id INTEGER);"
@@ -21,6 +21,12 @@ ODD = 'CREATE TABLE t_1 ("Time/Retired" VARCHAR, "No. in ""season""" INTEGER, "2
 
 JOINED = "SELECT s.name FROM staff s JOIN team t ON s.team_id = t.id WHERE t.city = 'Oslo' AND s.age > 30"
 GROUPED = "SELECT city, COUNT(*) FROM team GROUP BY city HAVING COUNT(*) >= 1 ORDER BY city DESC"
+
+
+def execution_match(
+    context: str, predicted: str, gold: str, setup: list[str] | None = None, seed: int = 0
+) -> bool:
+    return SqlExecution(seed=seed).match(context, predicted, gold, setup)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from leantune.errors import ModelError
+from leantune.data.templates import make_template
 from leantune.generate.chat import ChatSession, run_chat
 from leantune.generate.decode import Sampling, generate
 from tests.fixtures import tiny_llama, tiny_tokenizer
@@ -16,7 +16,9 @@ SHORT = Sampling(max_new_tokens=5)
 
 
 def session(**options: Any) -> ChatSession:
-    return ChatSession(tiny_llama(), tiny_tokenizer(), SHORT, **options)
+    tokenizer = options.pop("tokenizer", None) or tiny_tokenizer()
+    template = make_template("chat", "chat", tokenizer)
+    return ChatSession(tiny_llama(), tokenizer, SHORT, template.conversation_prompt, **options)
 
 
 def lines(*texts: str | type[BaseException]) -> Callable[[], str]:
@@ -37,7 +39,7 @@ def test_an_answer_is_that_of_the_rendered_conversation() -> None:
     first = "".join(chat.say("the man"))
     prompt = (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nthe man<|im_end|>\n"
-        f"<|im_start|>assistant\n{first}<|im_end|>\n"
+        f"<|im_start|>assistant\n{first.strip()}<|im_end|>\n"
         "<|im_start|>user\nthe woman<|im_end|>\n<|im_start|>assistant\n"
     )
     second = "".join(chat.say("the woman"))
@@ -45,17 +47,15 @@ def test_an_answer_is_that_of_the_rendered_conversation() -> None:
     assert [m["role"] for m in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
 
 
-def test_without_a_chat_template_a_render_function_is_needed() -> None:
+def test_the_prompt_is_what_render_makes_of_the_messages() -> None:
     tokenizer = tiny_tokenizer(chat_template=None)
-    with pytest.raises(ModelError, match="chat template"):
-        ChatSession(tiny_llama(), tokenizer, SHORT)
     seen: list[list[dict[str, str]]] = []
 
     def render(messages: list[dict[str, str]]) -> str:
         seen.append(messages)
         return "Q: " + messages[-1]["content"]
 
-    chat = ChatSession(tiny_llama(), tokenizer, SHORT, render=render)
+    chat = ChatSession(tiny_llama(), tokenizer, SHORT, render)
     answer = "".join(chat.say("the"))
     assert answer == generate(chat.model, tokenizer, ["Q: the"], SHORT)[0]
     assert seen == [[{"role": "user", "content": "the"}]]
@@ -111,8 +111,7 @@ def test_a_template_that_refuses_a_system_message_says_so_and_the_chat_goes_on()
         "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system messages') }}"
         "{% endif %}{{ m['content'] }}{% endfor %}"
     )
-    tokenizer = tiny_tokenizer(chat_template=refusing)
-    chat = ChatSession(tiny_llama(), tokenizer, SHORT, system="Be brief.")
+    chat = session(tokenizer=tiny_tokenizer(chat_template=refusing), system="Be brief.")
     shown: list[str] = []
     run_chat(chat, lines("the", "/system", "the", "/exit"), shown.append)
     assert "no system messages" in "".join(shown)

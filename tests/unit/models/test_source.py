@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from leantune.bases import load_base
 from leantune.errors import ModelError
@@ -51,8 +51,26 @@ def test_a_folder_a_hub_id_and_what_is_neither(folder: Path, tmp_path: Path) -> 
         resolve_model(str(tmp_path))
 
 
-def test_a_revision_of_a_local_folder_is_not_looked_for(folder: Path) -> None:
-    assert resolve_model(str(folder), "main").revision is None
+def test_a_revision_of_a_local_model_is_refused(folder: Path) -> None:
+    """It was dropped without a word, and another version was trained than the run file says."""
+    for name in (str(folder), "demo"):
+        with pytest.raises(ModelError, match=r"model\.revision: 'v2': .* is a local model"):
+            resolve_model(name, "v2")
+
+
+def test_a_named_tokenizer_may_run_its_code_if_the_models_may(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer with code of its own was refused although trust_remote_code was set."""
+    seen: list[tuple[str, dict[str, object]]] = []
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda place, **options: seen.append((place, options))
+    )
+    for trusted in (False, True):
+        load_tokenizer(ModelSource("owner/name", "owner/name", "v2", trusted), str(folder))
+    assert seen == [
+        (str(folder), {"revision": None, "trust_remote_code": trusted}) for trusted in (False, True)
+    ]
 
 
 def test_a_hub_model_without_a_network_says_what_to_do() -> None:

@@ -17,7 +17,6 @@ def test_speed_is_that_of_the_recent_steps() -> None:
     for tokens, seconds in [(100, 100.0), (100, 1.0), (300, 3.0)]:
         speed.step(tokens, seconds)
     assert speed.tokens_per_second == pytest.approx(100.0)
-    assert speed.mean_tokens_per_second == pytest.approx(500 / 104)
     assert speed.seconds_left(10) == pytest.approx(20.0)
 
 
@@ -25,7 +24,6 @@ def test_a_step_without_measurable_time_is_no_division_by_zero() -> None:
     speed = Throughput()
     speed.step(10, 0.0)
     assert speed.tokens_per_second == 0.0
-    assert speed.mean_tokens_per_second == 0.0
     assert speed.seconds_left(3) == 0.0
 
 

@@ -149,3 +149,10 @@ def test_sample_ids_are_those_of_the_records() -> None:
     batch = run.micro_batch(window, 0, 0)
     expected = run.train_records.sample_ids[np.asarray(window.chunks[0])].tolist()
     assert list(batch.sample_ids) == expected
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(1, 4), (2, 2), (3, 2), (4, 1)])
+def test_a_small_step_is_shared_out_between_the_devices(devices: int, expected: int) -> None:
+    """Four records in micro-batches of four left all devices but one idle."""
+    train = TrainSection(micro_batch_size=4, global_batch_size=4)
+    assert plan_steps(train, num_records=40, devices=devices).micro_batch_size == expected
