@@ -15,9 +15,10 @@ import tempfile
 from pathlib import Path
 
 from lora_vs_trainer import leantune_side
-from measure import alpaca_like, child, table
 
 from leantune.cli.allocator import tune_allocator
+
+from measure import alpaca_like, child, table
 
 MODES = ("default", "tuned")
 

@@ -69,7 +69,7 @@ def test_a_cell_trains_and_its_result_answers(
     answers = loaded.generate([PROMPT, PROMPT], sampling)
     assert len(answers) == 2
     assert answers[0] == answers[1]
-    assert loaded.trained.attached.name == ("base" if method == "full" else method)
+    assert loaded.trained.attached.name == method
 
 
 @pytest.mark.parametrize("method", METHODS)

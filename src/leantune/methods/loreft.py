@@ -20,6 +20,7 @@ from leantune.config.layers import parse_layers, parse_position
 from leantune.errors import CheckpointError, ModelError
 from leantune.methods.protocol import AdapterFiles, Attached, named_generator
 from leantune.models.anatomy import decoder_blocks, select_blocks, text_config
+from leantune.models.source import fingerprint
 from leantune.ops.intervention import loreft_delta, orthonormalise, tangent
 from leantune.ops.positions import edited_positions
 
@@ -210,6 +211,7 @@ class AttachedLoreft(Attached):
             "component": "block_output",
             "hidden_size": int(text_config(self.model).hidden_size),
             "dtype": "float32",
+            "base_fingerprint": fingerprint(self.model.config),
         }
         return AdapterFiles(CONFIG_FILE, config, TENSORS_FILE, tensors)
 

@@ -38,8 +38,10 @@ def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
 def _unpack(bucket: list[Tensor], flat: Tensor, work: dist.Work | None) -> None:
     if work is not None:
         work.wait()
-    for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    offset = 0
+    for tensor in bucket:
+        tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
+        offset += tensor.numel()
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

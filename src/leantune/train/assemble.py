@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from leantune.bases import load_base
 from leantune.checkpoint.run_folder import RunFolder
 from leantune.checkpoint.store import CheckpointStore
+from leantune.checkpoint.trained import weights_dtype
 from leantune.config.schema import RunConfig
 from leantune.data.records import EncodedRecords
 from leantune.errors import ConfigError, DataError, ModelError
@@ -35,10 +36,8 @@ def device_kind(config: RunConfig) -> Literal["cpu", "cuda"]:
 
 
 def uses_bf16(config: RunConfig, device: torch.device) -> bool:
-    """Whether frozen weights and compute are in bf16 on this device."""
-    if config.train.precision == "auto":
-        return device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return config.train.precision == "bf16_mixed"
+    """Whether this device computes in bf16."""
+    return weights_dtype(config.train.precision, device) == torch.bfloat16
 
 
 def assemble(
@@ -126,10 +125,12 @@ def load_records(folder: RunFolder) -> tuple[EncodedRecords, EncodedRecords | No
 def _build_model(config: RunConfig, world: World) -> tuple[PreTrainedModel, Attached]:
     section = config.model
     source = resolve_model(section.name, section.revision, section.trust_remote_code)
+    dtype = weights_dtype(config.train.precision, world.device)
     model = load_base(
         config.base.name,
         source,
-        dtype=torch.bfloat16 if uses_bf16(config, world.device) else torch.float32,
+        # Weights that are all trained stay in fp32: going through bf16 would round them.
+        dtype=torch.float32 if config.method.name == "full" else dtype,
         device=world.device,
         attention=section.attention,
     )
