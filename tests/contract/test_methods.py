@@ -99,7 +99,9 @@ def test_activation_checkpointing_changes_no_gradient(architecture: str, method:
     plain = gradients(attached, BATCH)
     model: Any = attached.model
     assert model.supports_gradient_checkpointing
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
+        {"use_reentrant": False}
+    )
     calls: list[int] = []
     last_block = list(decoder_blocks(model).values())[-1]
     inner = next(m for m in last_block.modules() if isinstance(m, LINEAR_TYPES))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from leantune.checkpoint.adapter import load_adapter, save_trained
+from leantune.errors import ModelError
 from leantune.methods import attach
 from leantune.methods.loreft import AttachedLoreft, LoreftIntervention
 from leantune.models.anatomy import decoder_blocks
@@ -233,3 +234,11 @@ def test_a_fresh_intervention_starts_as_a_default_linear_layer_and_an_orthonorma
         assert mine.shape == theirs.shape
         assert float(mine.detach().abs().max()) <= 256**-0.5
     assert abs(float((module.weight.std() / reference.weight.std()).detach()) - 1) < 0.1
+
+
+def test_prompts_that_do_not_fit_the_input_are_refused() -> None:
+    """Wrong lengths silently left the prompts unedited."""
+    model = tiny_model()
+    attached = attach("loreft", model, {"rank": 2, "position": "f2+l2"}, seed=0)
+    with attached.edits(torch.tensor([9])), pytest.raises(ModelError, match="6 tokens wide"):
+        model(torch.randint(3, 300, (1, 6)))

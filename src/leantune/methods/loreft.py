@@ -130,8 +130,14 @@ class AttachedLoreft(Attached):
         bare = not isinstance(output, tuple)
         parts = cast("tuple[Any, ...]", (output,) if bare else output)
         hidden_BTD: Tensor = parts[0]
-        if self._prompts.decoding or hidden_BTD.shape[1] < self._prompts.widest:
+        width, widest = hidden_BTD.shape[1], self._prompts.widest
+        if self._prompts.decoding or width == 1:  # a prompt of one token is never edited
             return output
+        if width < widest:
+            raise ModelError(
+                f"the input is {width} tokens wide, but `edits` was told of prompts that reach token {widest}"
+                "; give the lengths (and starts) of the prompts in this batch"
+            )
         edited = self._edit(block, hidden_BTD)
         return edited if bare else (edited, *parts[1:])
 
