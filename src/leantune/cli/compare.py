@@ -10,6 +10,7 @@ from leantune.cli.sampling import add_sampling_arguments, sampling_from
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The prompts and the models."""
+    parser.set_defaults(word_list="models")
     parser.add_argument(
         "models",
         nargs="+",

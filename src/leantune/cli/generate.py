@@ -11,6 +11,7 @@ from leantune.cli.sampling import add_model_arguments, add_sampling_arguments, s
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model and the prompts."""
+    parser.set_defaults(word_list="prompts")
     parser.add_argument("model", metavar="RUN", help="run, adapter or model folder, hub id, or demo")
     parser.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="prompts; default: one a line of standard input"

@@ -45,7 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             implementation = importlib.import_module(f"leantune.cli.{module}")
             implementation.add_arguments(subparser)
             subparser.set_defaults(run=implementation.run)
-    parsed = parser.parse_args(arguments)
+    parsed, rest = parser.parse_known_args(arguments)
+    # argparse ends a list of words at the first option; what stands behind it belongs to the list too.
+    words = getattr(parsed, getattr(parsed, "word_list", ""), None)
+    if rest and (words is None or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if words is not None:
+        words.extend(rest)
     if argv is None and parsed.verb not in ("schema", "merge"):
         tune_allocator()  # may start this process anew, so only if the command line is its own
     try:

@@ -21,6 +21,7 @@ _SHOWN = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Overrides of the recipe, and how many questions are asked."""
+    parser.set_defaults(word_list="overrides")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="change the recipe, e.g. method=lora"
     )

@@ -10,6 +10,7 @@ from leantune.cli.results import print_result
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run folder, and where it goes on."""
+    parser.set_defaults(word_list="overrides")
     parser.add_argument("folder", metavar="RUN", help="run folder")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="for example strategy.devices=2"

@@ -13,6 +13,7 @@ from leantune.config.describe import help_text
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run file and overrides; the help lists every key."""
+    parser.set_defaults(word_list="overrides")
     parser.add_argument("config", nargs="?", metavar="run.yaml", help="run file; may be left out")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that win over the file"
