@@ -32,7 +32,7 @@ def tiny_run(
     run.write_json("data.json", {"format": format, "template": template})
     run.write_config(to_yaml(config))
     source = resolve_model(str(base))
-    network = load_base("dense", source, dtype=torch.float32, device=torch.device("cpu"))
+    network = load_base("dense", source)
     attached = attach(config.method.name, network, config.method.model_dump(exclude={"name"}), seed=0)
     shake(attached, 1.0 if config.method.name == "lora" else 0.1)
     target = run.model if attached.export() is None else run.adapter

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from leantune.checkpoint.expand import expand_model
 from leantune.checkpoint.merge import merge_run
 from leantune.checkpoint.run_folder import CONFIG, RunFolder
 from leantune.checkpoint.trained import Trained, is_trained, load_trained
-from leantune.config import RunConfig, apply_overrides, load_config, validate
+from leantune.config import RunConfig, apply_overrides, apply_preset, load_config, validate
 from leantune.config.resume import resumed_config
 from leantune.errors import ConfigError
 from leantune.evaluate.compare import Comparison
@@ -20,6 +21,7 @@ from leantune.evaluate.run import Evaluation, evaluate_model
 from leantune.generate.decode import generate as decode
 from leantune.generate.decode import stream as decode_stream
 from leantune.generate.sampling import Sampling
+from leantune.models.source import resolve_model
 from leantune.train.events import Notify
 from leantune.train.session import RunResult, resume_run, start_run
 
@@ -85,6 +87,7 @@ def train(
     config: ConfigLike,
     overrides: Sequence[str] = (),
     *,
+    preset: str | None = None,
     name: str | None = None,
     notify: Notify | None = None,
     quiet: bool = False,
@@ -93,24 +96,25 @@ def train(
 ) -> RunResult | None:
     """Train as a run file, a mapping of plain values, or a `RunConfig` says.
 
-    `overrides` are `section.key=value` texts that win over a file or mapping. `notify` is called
-    with each row of metrics, in this process, however many train. Returns None on machines other
-    than the first. Raises `ConfigError` with every problem of the configuration, and SystemExit
-    (130 or 143) if the run was interrupted.
+    `overrides` are `section.key=value` texts that win over a file or mapping; `preset` names a
+    method and a base (such as qlora) that win over it too, but not over `overrides`. `notify` is
+    called with each row of metrics, in this process, however many train. Returns None on machines
+    other than the first. Raises `ConfigError` with every problem of the configuration, and
+    SystemExit (130 or 143) if the run was interrupted.
     """
     if isinstance(config, str | Path):
-        parsed = load_config(config, overrides, os.environ)
+        parsed = load_config(config, overrides, os.environ, preset)
         name = name or Path(config).stem
     elif isinstance(config, RunConfig):
-        if overrides:
-            raise ConfigError("overrides go with a run file; change the RunConfig itself instead")
+        if overrides or preset:
+            raise ConfigError("overrides and presets go with a run file; change the RunConfig itself instead")
         parsed = config
     else:
         tree = copy.deepcopy(dict(config))
-        problems = apply_overrides(tree, overrides)
+        problems = apply_preset(tree, preset) + apply_overrides(tree, overrides)
         parsed = validate(tree, os.environ, problems=problems)
     node = {"node_rank": node_rank, "rdzv_endpoint": rdzv_endpoint}
-    return start_run(parsed, name or parsed.method.name, notify=notify, quiet=quiet, **node)
+    return start_run(parsed, name or preset or parsed.method.name, notify=notify, quiet=quiet, **node)
 
 
 def resume(
@@ -190,6 +194,14 @@ def compare(
 def merge(run: str | Path, target: str | Path, *, base: str | None = None) -> list[str]:
     """Write a run's or adapter's weights into a copy of its base model; returns lines of what was checked."""
     return merge_run(Path(run), Path(target), base)
+
+
+def expand(model: str | Path, target: str | Path, *, blocks: int, revision: str | None = None) -> list[str]:
+    """Write a copy of a model with new decoder blocks that add nothing yet; returns lines of what was checked.
+
+    Training them is Llama-Pro (arXiv 2401.02415). The copy is an ordinary Hugging Face folder.
+    """
+    return expand_model(resolve_model(str(model), revision), blocks, Path(target))
 
 
 def _base_of(models: Sequence[str], base: str | None) -> Model:

@@ -42,7 +42,7 @@ def _adapter(tmp_path: Path, architecture: str, method: str, **settings: Any) ->
     """(base folder, adapter folder) of a shaken adapter on disk."""
     tokenizer = tiny_tokenizer(vocab_size=300)
     base = save_tiny(tmp_path / "base", tokenizer, architecture)
-    model = load_base("dense", resolve_model(str(base)), dtype=torch.float32, device=torch.device("cpu"))
+    model = load_base("dense", resolve_model(str(base)))
     attached = attach(method, model, settings, seed=0)
     shake(attached)
     save_trained(attached, tmp_path / "adapter", tokenizer, str(base), None)
@@ -56,7 +56,7 @@ def test_an_adapter_folder_merges_into_a_model_folder(architecture: str, tmp_pat
     assert "equal to memory bit for bit" in lines[0]
     assert lines[1].startswith("logits of the merged model equal the adapter's on 4 samples")
     model = load_base(
-        "dense", resolve_model(str(tmp_path / "merged")), dtype=torch.float32, device=torch.device("cpu")
+        "dense", resolve_model(str(tmp_path / "merged"))
     )
     attached = attach("lora", tiny_model(architecture), {"rank": 4}, seed=0)
     shake(attached)
@@ -86,13 +86,13 @@ def test_a_tied_head_stays_as_it_was(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(vocab_size=300)
     base = save_tiny(tmp_path / "base", tokenizer, "llama", tie_word_embeddings=True)
     source = resolve_model(str(base))
-    model: Any = load_base("dense", source, dtype=torch.float32, device=torch.device("cpu"))
+    model: Any = load_base("dense", source)
     attached = attach("lora", model, {"rank": 4}, seed=0)
     shake(attached)
     save_trained(attached, tmp_path / "adapter", tokenizer, str(base), None)
     merge_run(tmp_path / "adapter", tmp_path / "merged")
     merged: Any = load_base(
-        "dense", resolve_model(str(tmp_path / "merged")), dtype=torch.float32, device=torch.device("cpu")
+        "dense", resolve_model(str(tmp_path / "merged"))
     )
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
     assert torch.equal(merged.lm_head.weight, model.lm_head.weight)

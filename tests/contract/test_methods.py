@@ -23,7 +23,7 @@ from tests.fixtures import tiny_tokenizer
 from tests.models import ARCHITECTURES, tiny_model
 
 METHODS = method_names()
-IDENTITY_AT_START = {"full", "lora"}
+IDENTITY_AT_START = {"dora", "full", "lora"}
 EVERYWHERE = pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
 BATCH = small_batch()
@@ -133,7 +133,7 @@ def test_what_is_saved_is_what_was_trained(
 
 
 def _model_in(folder: Path) -> nn.Module:
-    return load_base("dense", resolve_model(str(folder)), dtype=torch.float32, device=torch.device("cpu"))
+    return load_base("dense", resolve_model(str(folder)))
 
 
 @EVERY_METHOD

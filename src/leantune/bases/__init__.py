@@ -1,5 +1,5 @@
-"""How the frozen weights are stored: one file a base, found by its name."""
+"""How the frozen weights are stored: one file a base, found by its name; and how they are loaded."""
 
-from leantune.bases.registry import load_base
+from leantune.bases.loading import BuiltBase, RowNorms, build_base, fill, load_base
 
-__all__ = ["load_base"]
+__all__ = ["BuiltBase", "RowNorms", "build_base", "fill", "load_base"]

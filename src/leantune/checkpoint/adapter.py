@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,47 @@ from leantune.checkpoint.atomic import write_folder
 from leantune.checkpoint.compare import different_in_file, refuse_different, same_bits
 from leantune.errors import CheckpointError
 from leantune.methods import Attached, adapter_config_files, attach_saved
-from leantune.models.source import fingerprint
+from leantune.models.shards import gather_rows, local_rows
+from leantune.models.source import ModelSource, fingerprint
+from leantune.models.weights import WeightFiles, WeightMap
 
 _FINGERPRINT = "base_fingerprint"
 
 
+@dataclass(frozen=True)
+class BaseOfModel:
+    """What a whole model is saved with if memory holds it packed or sharded (see `bases.BuiltBase`)."""
+
+    skeleton: Callable[[], PreTrainedModel]
+    original: Callable[[str], Tensor]
+
+
 def save_trained(
-    attached: Attached, folder: Path, tokenizer: PreTrainedTokenizerBase, base_name: str, revision: str | None
+    attached: Attached,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    base_name: str,
+    revision: str | None,
+    *,
+    base: BaseOfModel | None = None,
+    writes: bool = True,
 ) -> str:
     """Write what was trained, read it back, compare it bit for bit; returns the line that says so.
 
     An adapter goes into `folder` in its method's format; a method that trains whole weights
-    writes a Hugging Face model folder with the tokenizer. Raises `CheckpointError`, and keeps
-    what was in `folder`, if the disk gives back something else than memory holds.
+    writes a Hugging Face model folder with the tokenizer. Where tensors are sharded, every rank calls
+    this and one of them `writes`. Raises `CheckpointError`, and keeps what was in `folder`, if the disk
+    gives back something else than memory holds.
     """
     files = attached.export()
     model: Any = attached.model
     if files is None:
-        return save_model(model, tokenizer, folder)
+        return save_model(model, tokenizer, folder, base=base, writes=writes)
     mark = fingerprint(model.config)
     config = {**files.config, "base_model_name_or_path": base_name, "revision": revision}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in files.tensors.items()}
+    tensors = gathered(files.tensors, writes)
+    if not writes:
+        return ""
 
     def fill(target: Path) -> None:
         (target / files.config_file).write_text(json.dumps(config, indent=2) + "\n")
@@ -103,22 +124,59 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
-    """Write a whole model folder, read it back and compare; returns the line that says so."""
+def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Whole tensors on the CPU; a collective where they are sharded. Empty on ranks that do not `keep`.
+
+    A tensor under two names stays one.
+    """
+    kept: dict[str, Tensor] = {}
+    made: dict[int, Tensor] = {}
+    for name, tensor in tensors.items():
+        if id(tensor) not in made:
+            whole = gather_rows(tensor, local_rows(tensor).local)
+            made[id(tensor)] = whole.detach().cpu().contiguous() if keep else whole[:0]
+        if keep:
+            kept[name] = made[id(tensor)]
+    return kept
+
+
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    base: BaseOfModel | None = None,
+    writes: bool = True,
+) -> str:
+    """Write a whole model folder, read it back and compare; returns the line that says so.
+
+    Packed layers are written as the checkpoint has them. Every rank calls this if the model is sharded.
+    """
+    dense = base.skeleton() if base else model
+    names = list(dense.state_dict())
+    here = model.state_dict(keep_vars=True)
+    state = gathered({name: here[name] for name in names if name in here}, writes)
+    if not writes:
+        return ""
+    if base is not None:
+        state |= {name: base.original(name) for name in names if name not in here}
+    dense.config.dtype = max((t.dtype for t in state.values() if t.is_floating_point()), key=lambda d: d.itemsize)
 
     def fill(target: Path) -> None:
-        model.save_pretrained(target)
+        dense.save_pretrained(target, state_dict=dict(state))
         tokenizer.save_pretrained(target)
-        # Read as a model, not as files: transformers gives some tensors other names on disk.
-        again = type(model).from_pretrained(target, dtype="auto", use_safetensors=True).state_dict()
-        expected = model.state_dict()
+        # Read by the model's names: transformers gives some tensors other names on disk.
+        again = WeightMap(dense, WeightFiles(ModelSource(str(target), str(target))))
+        held = {id(tensor): name for name, tensor in state.items() if name in again}
         different = [
-            name for name in expected if name not in again or not same_bits(expected[name], again[name])
+            name
+            for name, tensor in state.items()
+            if id(tensor) not in held or not same_bits(tensor, again.whole(held[id(tensor)]))
         ]
         refuse_different(folder, different)
 
     write_folder(folder, fill)
-    return _saved(folder, len(model.state_dict()))
+    return _saved(folder, len(state))
 
 
 def _saved(folder: Path, count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from leantune.bases import load_base
 from leantune.checkpoint.adapter import save_model
 from leantune.checkpoint.trained import load_trained
 from leantune.errors import CheckpointError
-from leantune.methods.lora import AttachedLora
+from leantune.methods.factors import AttachedFactors
+from leantune.models.packed import PackedLinear
 from leantune.models.source import resolve_model
 
 _SAMPLES, _WIDTH = 4, 32
@@ -21,7 +23,7 @@ _TOLERANCE = 1e-4
 
 
 def merge_run(path: Path, target: Path, base: str | None = None) -> list[str]:
-    """Write the merged model of a LoRA or full run to `target`; returns lines of what was checked.
+    """Write the merged model of a LoRA, DoRA or full run to `target`; returns lines of what was checked.
 
     The merged folder is loaded again and its logits are compared with the adapter's on
     random token samples. Raises `CheckpointError` for ReFT, whose edits depend on the
@@ -30,17 +32,26 @@ def merge_run(path: Path, target: Path, base: str | None = None) -> list[str]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists already; choose a new folder for the merged model")
     trained = load_trained(path, base, device="cpu", precision="fp32")
-    if trained.attached.name not in ("lora", "full", "base"):
+    foldable = isinstance(trained.attached, AttachedFactors)
+    if trained.attached.export() is not None and not foldable:
         raise CheckpointError(
             f"{path} is a {trained.attached.name} adapter: it edits hidden states at chosen prompt tokens, "
             "which no change of weights can do; use the adapter as it is (leantune generate, leantune.load)"
         )
     samples = _samples(trained.model)
     expected = _logits(trained.model, samples)
-    if isinstance(trained.attached, AttachedLora):
+    packed = sum(isinstance(module, PackedLinear) for module in trained.model.modules())
+    if isinstance(trained.attached, AttachedFactors):
         fold_into_weights(trained.attached)
+    unpack_weights(trained.model)
     lines = [save_model(trained.model, trained.tokenizer, target)]
-    merged = load_base("dense", resolve_model(str(target)), dtype=torch.float32, device=torch.device("cpu"))
+    if packed:
+        base_name = trained.config.base.name if trained.config else "packed"
+        lines.append(
+            f"{packed} linear layers hold the weights of the {base_name} base that the adapter was trained "
+            "against, unpacked to fp32 and with its update, not those of the checkpoint"
+        )
+    merged = load_base("dense", resolve_model(str(target)))
     difference = float((_logits(merged.eval(), samples) - expected).abs().max())
     scale = float(expected.abs().max())
     if difference > _TOLERANCE * max(1.0, scale):
@@ -55,13 +66,40 @@ def merge_run(path: Path, target: Path, base: str | None = None) -> list[str]:
     return lines
 
 
-@torch.no_grad()
-def fold_into_weights(attached: AttachedLora) -> None:
-    """Add each update to its weight and take the factors off the model."""
-    for module, update in attached.merged_weights():
-        weight: nn.Parameter = module.weight  # pyright: ignore[reportAssignmentType]
-        weight.add_(update if isinstance(module, nn.Linear) else update.t())
+def fold_into_weights(attached: AttachedFactors) -> None:
+    """Put each merged weight in the place of its layer's own and take the factors off the model.
+
+    Packed layers that have factors become dense ones.
+    """
+    places = _places(attached.model)
+    for layer, weight in attached.merged_weights():
+        dense: Any = _unpack(places, layer) if isinstance(layer, PackedLinear) else layer
+        dense.weight.data.copy_(weight if isinstance(dense, nn.Linear) else weight.t())
     attached.detach()
+
+
+def unpack_weights(model: nn.Module) -> None:
+    """Replace every packed layer by a dense one that computes the same."""
+    places = _places(model)
+    for layer in places:
+        if isinstance(layer, PackedLinear):
+            _unpack(places, layer)
+
+
+def _places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Where each module hangs: (parent, name), more than one for a module that is shared."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            places.setdefault(child, []).append((parent, name))
+    return places
+
+
+def _unpack(places: dict[nn.Module, list[tuple[nn.Module, str]]], layer: PackedLinear) -> nn.Module:
+    dense = layer.to_dense()
+    for parent, name in places[layer]:
+        setattr(parent, name, dense)
+    return dense
 
 
 def _samples(model: PreTrainedModel) -> Tensor:

@@ -12,9 +12,11 @@ from leantune.bases import load_base
 from leantune.checkpoint.adapter import adapter_base, is_adapter, load_adapter
 from leantune.checkpoint.run_folder import CONFIG, RunFolder
 from leantune.config import RunConfig, load_config
+from leantune.config.schema import DenseBase
 from leantune.data.templates import Template, make_template
 from leantune.errors import CheckpointError, ConfigError
 from leantune.methods import Attached
+from leantune.models.precision import Precision, choose_precision
 from leantune.models.source import ModelSource, load_tokenizer, resolve_model
 
 
@@ -29,6 +31,7 @@ class Trained:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     attached: Attached
+    precision: Precision
     template: Template
     template_name: str
     run: RunFolder | None
@@ -99,38 +102,31 @@ def load_trained(
     that has moved. A run (also named by its adapter/ or model/) is used as it was trained: with its
     template, system message, tokenizer, precision and attention, unless others are named.
     `untouched` gives the model under a run or adapter, used in the same way. Weights are fp32 on a
-    CPU and bf16 on a GPU that has it, if neither `precision` (auto, fp32, bf16_mixed) nor a run
+    CPU and bf16 on a GPU that has it, if neither `precision` (as `train.precision`) nor a run
     says otherwise. Raises `CheckpointError`, `ConfigError` or `ModelError`.
     """
     place = _Place.of(path)
     adapter, source = _what(place, base, untouched)
     target = _device(device)
     config = place.config
-    dtype = weights_dtype(precision or (config.train.precision if config else "auto"), target)
+    chosen = choose_precision(precision or (config.train.precision if config else "auto"), target)
+    base_section = config.base if config else DenseBase()
     model = load_base(
-        config.base.name if config else "dense",
+        base_section.name,
         source,
-        dtype=dtype,
+        precision=chosen,
         device=target,
-        attention=_attention(config, target, dtype),
-    ).eval()
-    whole = config is not None and adapter is None and not untouched
-    attached = load_adapter(model, adapter) if adapter else Attached("full" if whole else "base", model)
+        attention=_attention(config, target, chosen.weights),
+        settings=base_section.model_dump(exclude={"name"}),
+    )
+    whole = config.method.name if config is not None and not untouched else "base"
+    attached = load_adapter(model, adapter) if adapter else Attached(whole, model)
     tokenizer = load_tokenizer(source, config.model.tokenizer if config else None)
     spec, format, own_system = _rendering(place, template)
     rendered = make_template(
         spec, format, tokenizer, system=(own_system if system is None else system) or None
     )
-    return Trained(place.name, model, tokenizer, attached, rendered, spec, place.run, config)
-
-
-def weights_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """The type of frozen weights under a setting of `train.precision`."""
-    if precision == "auto":
-        bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    else:
-        bf16 = precision == "bf16_mixed"
-    return torch.bfloat16 if bf16 else torch.float32
+    return Trained(place.name, model, tokenizer, attached, chosen, rendered, spec, place.run, config)
 
 
 def _run_of(place: Path) -> RunFolder | None:

@@ -22,6 +22,7 @@ VERBS = {
     "chat": ("chat", "talk with a run or model"),
     "compare": ("compare", "answers of several runs and models side by side"),
     "merge": ("merge", "write an adapter's weights into a copy of its model"),
+    "expand": ("expand", "write a copy of a model with new blocks that add nothing yet (Llama-Pro)"),
     "schema": ("schema", "print the JSON schema of a run file, for editors"),
     "rank": ("rank", argparse.SUPPRESS),
 }
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if words is not None:
         words.extend(rest)
-    if argv is None and parsed.verb not in ("schema", "merge"):
+    if argv is None and parsed.verb not in ("schema", "merge", "expand"):
         tune_allocator()  # may start this process anew, so only if the command line is its own
     try:
         return int(parsed.run(parsed) or 0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+from leantune.config.axes import DdpStrategy, DoraMethod, FsdpStrategy, LoraMethod, LoreftMethod
 from leantune.config.grid import refusal
 from leantune.config.layers import parse_layers, parse_position
-from leantune.config.schema import LoraMethod, LoreftMethod, RunConfig, Section
+from leantune.config.schema import RunConfig
+from leantune.config.section import Section
 
 
 def cross_check(config: RunConfig) -> list[str]:
@@ -22,6 +24,9 @@ def cross_check(config: RunConfig) -> list[str]:
     problems += _check_batches(config)
     problems += _check_strategy(config)
     problems += _check_schedule(config)
+    problems += _check_optimizer(config)
+    problems += _check_8bit(config)
+    problems += _check_paged(config)
     problems += _check_data(config)
     problems += _check_eval(config)
     return problems
@@ -29,7 +34,7 @@ def cross_check(config: RunConfig) -> list[str]:
 
 def _check_method(config: RunConfig) -> list[str]:
     method, problems = config.method, list[str]()
-    if isinstance(method, LoraMethod | LoreftMethod):
+    if isinstance(method, LoraMethod | DoraMethod | LoreftMethod):
         try:
             parse_layers(method.layers)
         except ValueError as error:
@@ -39,14 +44,14 @@ def _check_method(config: RunConfig) -> list[str]:
             parse_position(method.position)
         except ValueError as error:
             problems.append(f"method.position: {error}")
-    if isinstance(method, LoraMethod) and isinstance(method.target_modules, str):
+    if isinstance(method, LoraMethod | DoraMethod) and isinstance(method.target_modules, str):
         try:
             re.compile(method.target_modules)
         except re.error as error:
             problems.append(
                 f"method.target_modules: {method.target_modules!r} is not a regular expression: {error}"
             )
-    if isinstance(method, LoraMethod) and method.target_modules == ():
+    if isinstance(method, LoraMethod | DoraMethod) and method.target_modules == ():
         problems.append("method.target_modules: the list is empty; nothing would be trained")
     return problems
 
@@ -78,15 +83,46 @@ def _check_batches(config: RunConfig) -> list[str]:
 
 
 def _check_strategy(config: RunConfig) -> list[str]:
-    strategy = config.strategy
-    if strategy.name == "ddp" and strategy.devices % strategy.nodes:
-        return [f"strategy.devices: {strategy.devices} is not a multiple of strategy.nodes {strategy.nodes}"]
+    strategy, problems = config.strategy, list[str]()
+    if isinstance(strategy, DdpStrategy | FsdpStrategy) and strategy.devices % strategy.nodes:
+        problems.append(
+            f"strategy.devices: {strategy.devices} is not a multiple of strategy.nodes {strategy.nodes}"
+        )
+    if isinstance(strategy, FsdpStrategy):
+        problems += _check_shard_groups(strategy)
+        if strategy.adapter != "auto" and not isinstance(config.method, LoraMethod | DoraMethod):
+            problems.append(
+                f"strategy.adapter: has no effect here, because method {config.method.name} has no LoRA or "
+                "DoRA parameters; remove the key"
+            )
+    return problems
+
+
+def _check_shard_groups(strategy: FsdpStrategy) -> list[str]:
+    size, devices = strategy.shard_devices, strategy.devices
+    if not strategy.sharding.startswith("hybrid"):
+        if size is None:
+            return []
+        return [
+            f"strategy.shard_devices: has no effect here, because strategy.sharding is {strategy.sharding}; "
+            "use hybrid or hybrid_grad_op, or remove the key"
+        ]
+    if size is None and strategy.nodes == 1:
+        return [
+            f"strategy.sharding: {strategy.sharding} on one node is a single shard group; set "
+            "strategy.shard_devices, set strategy.nodes, or use full or grad_op"
+        ]
+    if size is not None and (devices % size or devices == size):
+        return [
+            f"strategy.shard_devices: {size} does not divide strategy.devices {devices} into two or more "
+            f"groups of equal size, which {strategy.sharding} needs; change one of the two"
+        ]
     return []
 
 
 def _check_schedule(config: RunConfig) -> list[str]:
     problems: list[str] = []
-    schedule, optimizer = config.train.schedule, config.train.optimizer
+    schedule = config.train.schedule
     if schedule.warmup_steps is not None and schedule.warmup_share is not None:
         problems.append("train.schedule: warmup_steps and warmup_share are both set; set one of the two")
     if schedule.name == "constant" and schedule.floor != 0.0:
@@ -96,19 +132,50 @@ def _check_schedule(config: RunConfig) -> list[str]:
             f"train.schedule.warmup_steps: {schedule.warmup_steps} is more than train.max_steps "
             f"{config.train.max_steps}"
         )
-    unused = {
-        "adamw": ("momentum", "rho"),
-        "adam": ("momentum", "rho"),
-        "sgd": ("betas", "eps", "rho"),
-        "adadelta": ("betas", "momentum"),
-    }[optimizer.name]
-    for key in sorted(optimizer.model_fields_set & set(unused)):
+    return problems
+
+
+def _check_optimizer(config: RunConfig) -> list[str]:
+    optimizer, problems = config.train.optimizer, list[str]()
+    unused = {"sgd": ("betas", "eps", "rho"), "adadelta": ("betas", "momentum")}
+    for key in sorted(optimizer.model_fields_set & {*unused.get(optimizer.name, ("momentum", "rho"))}):
         default = type(optimizer).model_fields[key].default
         if getattr(optimizer, key) != default:
             problems.append(f"train.optimizer.{key}: {optimizer.name} has no {key}; remove the key")
     if any(not 0.0 <= beta < 1.0 for beta in optimizer.betas):
         problems.append(f"train.optimizer.betas: {list(optimizer.betas)} must lie in [0, 1)")
     return problems
+
+
+def _check_8bit(config: RunConfig) -> list[str]:
+    name, strategy, method = config.train.optimizer.name, config.strategy, config.method
+    if not name.endswith("_8bit") or not isinstance(strategy, FsdpStrategy):
+        return []
+    has_adapter = isinstance(method, LoraMethod | DoraMethod)
+    if isinstance(method, LoreftMethod) or (has_adapter and strategy.adapter == "replicated"):
+        return []
+    fix = "use adamw, or strategy.adapter: replicated" if has_adapter else "use adamw"
+    return [
+        f"train.optimizer.name: {name} does not go with sharded parameters: its states are blocks over "
+        f"flat memory, which do not follow the rows of a shard; {fix}"
+    ]
+
+
+def _check_paged(config: RunConfig) -> list[str]:
+    name, strategy = config.train.optimizer.name, config.strategy
+    if not name.startswith("paged_"):
+        return []
+    reason = None
+    if config.train.device == "cpu":
+        reason = "train.device is cpu"
+    elif isinstance(strategy, FsdpStrategy) and strategy.cpu_offload:
+        reason = "strategy.cpu_offload is true"
+    if reason is None:
+        return []
+    return [
+        f"train.optimizer.name: {name} has nothing to page out, because {reason} and the states are in host "
+        "memory already; use adamw"
+    ]
 
 
 def _check_data(config: RunConfig) -> list[str]:
@@ -139,9 +206,12 @@ def _check_eval(config: RunConfig) -> list[str]:
     return problems
 
 
+_NO_RECOMPUTE = "train.activation_checkpointing is false"
+
+
 def _without_effect(config: RunConfig) -> list[str]:
     """Keys that were changed from their default although nothing in this run would obey them."""
-    data, output = config.data, config.output
+    data, train, output = config.data, config.train, config.output
     generated = data.train in ("dummy", "text-to-sql")
     validates = data.validation is not None or data.validation_share > 0
     rules: list[tuple[str, Section, bool, str]] = [
@@ -149,6 +219,8 @@ def _without_effect(config: RunConfig) -> list[str]:
         ("data.train_on", data, data.train != "dummy", "data.train is dummy"),
         ("data.too_long", data, data.train != "dummy", "data.train is dummy"),
         ("data.validation_split", data, data.validation is not None, "data.validation is not set"),
+        ("train.checkpoint_every_blocks", train, train.activation_checkpointing, _NO_RECOMPUTE),
+        ("train.activation_offload", train, train.activation_checkpointing, _NO_RECOMPUTE),
         (
             "eval.early_stop_min_delta",
             config.eval,

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from leantune.config.precision import precision_table_text
 from leantune.config.schema import RunConfig
+
+# Keys whose values need more than a sentence.
+_TABLES: dict[str, Callable[[], str]] = {"train.precision": precision_table_text}
 
 
 def _sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes that a field may hold (several for method and strategy)."""
+    """The section classes that a field may hold (several for the axes)."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for part in get_args(annotation) for section in _sections_of(part)]
@@ -34,8 +39,10 @@ def iterate_fields(
 
 
 def known_keys(tag: str | None = None) -> list[str]:
-    """All dotted keys; with `tag`, without those that belong to other values of an axis."""
-    return [key for key, owner, _ in iterate_fields() if tag is None or owner in (None, tag)]
+    """All dotted keys; with `tag`, without those that belong to other values of the axis it is a value of."""
+    keys = [(key, owner) for key, owner, _ in iterate_fields()]
+    axes = {key.partition(".")[0] for key, owner in keys if owner is not None and owner == tag}
+    return [key for key, owner in keys if owner in (None, tag) or key.partition(".")[0] not in axes]
 
 
 def help_text() -> str:
@@ -54,6 +61,8 @@ def help_text() -> str:
         owner = f" [{tag}]" if tag else ""
         lines.append(f"  {key}{owner} = {_default(field)}")
         lines.append(f"      {field.description}")
+        if key in _TABLES:
+            lines.append(textwrap.indent(_TABLES[key](), " " * 6))
     return "\n".join(lines).strip("\n")
 
 

@@ -6,12 +6,19 @@ A cell that is not listed works. Rules that depend on more than the three names 
 
 from __future__ import annotations
 
-METHODS = ("full", "lora", "loreft")
-BASES = ("dense",)
-STRATEGIES = ("single", "ddp")
+METHODS = ("full", "lora", "dora", "loreft", "llama_pro")
+BASES = ("dense", "nf4", "hqq")
+STRATEGIES = ("single", "ddp", "fsdp")
 
+_NO_GRADIENT = (
+    "packed weights are whole numbers and have no gradient; train lora, dora, loreft or llama_pro "
+    "on them, or use base dense"
+)
 # (method, base, strategy) -> reason; "*" stands for every value of that axis.
-REFUSED: dict[tuple[str, str, str], str] = {}
+REFUSED: dict[tuple[str, str, str], str] = {
+    ("full", "nf4", "*"): _NO_GRADIENT,
+    ("full", "hqq", "*"): _NO_GRADIENT,
+}
 
 
 def refusal(method: str, base: str, strategy: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,8 +11,8 @@ import yaml
 from pydantic import ValidationError
 
 from leantune.config.checks import cross_check
-from leantune.config.describe import known_keys
-from leantune.config.grid import METHODS, STRATEGIES
+from leantune.config.messages import describe_all, keys_of
+from leantune.config.presets import PRESETS, unknown_preset
 from leantune.config.schema import RunConfig
 from leantune.config.yaml import parse_yaml_value, read_yaml
 from leantune.errors import ConfigError
@@ -22,17 +21,29 @@ Tree = dict[str, Any]
 
 
 def load_config(
-    path: str | Path | None, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None
+    path: str | Path | None,
+    overrides: Iterable[str] = (),
+    environ: Mapping[str, str] | None = None,
+    preset: str | None = None,
 ) -> RunConfig:
-    """Read a run file, apply `a.b=c` overrides, validate.
+    """Read a run file, apply a preset and then `a.b=c` overrides, validate.
 
     Inside workers that torchrun started (`WORLD_SIZE` in `environ`), a strategy without a
     number of devices takes torchrun's. Raises `ConfigError` listing every problem.
     """
     tree, lines = read_yaml(Path(path)) if path is not None else ({}, {})
-    problems = apply_overrides(tree, overrides)
+    problems = apply_preset(tree, preset) + apply_overrides(tree, overrides)
     source = str(path) if path is not None else None
     return validate(tree, environ or {}, lines=lines, source=source, problems=problems)
+
+
+def apply_preset(tree: Tree, preset: str | None) -> list[str]:
+    """Set the keys that the name of a preset stands for, in place; returns what is wrong with it."""
+    if preset is None:
+        return []
+    if preset not in PRESETS:
+        return [unknown_preset(preset)]
+    return apply_overrides(tree, PRESETS[preset].overrides())
 
 
 def apply_overrides(tree: Tree, overrides: Iterable[str]) -> list[str]:
@@ -81,13 +92,13 @@ def validate(
 ) -> RunConfig:
     """Validate a tree of plain values; raises `ConfigError` listing every problem."""
     found = list(problems)
-    world_size = _world_size(environ or {})
+    world_size = torchrun_processes(environ or {})
     tree = _with_world_size(dict(tree), world_size)
     config: RunConfig | None = None
     try:
         config = checked = RunConfig.model_validate(tree)
     except ValidationError as error:
-        found += _describe_all(error.errors(), lines or {})
+        found += describe_all(error.errors(), lines or {})
         checked = _without(tree, error.errors())
     if checked is not None:
         found += cross_check(checked)
@@ -105,7 +116,7 @@ def _without(tree: Tree, errors: Iterable[Any]) -> RunConfig | None:
     """The configuration without its invalid keys, so that rules across the other keys are still checked."""
     tree = copy.deepcopy(tree)
     for error in errors:
-        keys = _keys(error["loc"])
+        keys = keys_of(error["loc"])
         node: Tree | None = tree
         for key in keys[:-1]:
             child = node.get(key) if node is not None else None
@@ -121,7 +132,7 @@ def _without(tree: Tree, errors: Iterable[Any]) -> RunConfig | None:
         return None
 
 
-def _world_size(environ: Mapping[str, str]) -> int:
+def torchrun_processes(environ: Mapping[str, str]) -> int:
     """The number of processes that torchrun started; 0 outside of it."""
     text = environ.get("WORLD_SIZE", "0")
     if not text.isdecimal():
@@ -134,7 +145,7 @@ def _with_world_size(tree: Tree, world_size: int) -> Tree:
     strategy: Any = tree.get("strategy", {})
     if isinstance(strategy, str):
         strategy = {"name": strategy}
-    if world_size < 2 or not isinstance(strategy, dict):
+    if not world_size or not isinstance(strategy, dict):
         return tree
     section = cast(Tree, strategy)
     if "devices" not in section and section.get("name") != "single":
@@ -152,79 +163,6 @@ def _check_world_size(config: RunConfig, world_size: int) -> list[str]:
         f"strategy.devices: {config.strategy.devices}, but torchrun started {processes}; "
         f"add strategy.devices={world_size}, or remove the key to take torchrun's number"
     ]
-
-
-def _describe_all(errors: Sequence[Any], lines: Mapping[str, int]) -> list[str]:
-    """One line for each problem; where a key may be text or a list, only what the list complains of."""
-    lists = {tuple(_keys(e["loc"])) for e in errors if e["loc"][-1] != "str"}
-    kept = [e for e in errors if e["loc"][-1] != "str" or tuple(_keys(e["loc"])) not in lists]
-    return list(dict.fromkeys(_describe(error, lines) for error in kept))
-
-
-def _describe(error: Any, lines: Mapping[str, int]) -> str:
-    """One pydantic error as `key (line N): value, what was expected, the fix`."""
-    parts = [str(part) for part in error["loc"]]
-    keys = _keys(error["loc"])
-    dotted = ".".join(keys)
-    line = lines.get(dotted)
-    where = f"{dotted} (line {line})" if line else dotted
-    kind = error["type"]
-    if kind == "invalid_key":
-        return f"{dotted}: a key must be text, not {error['input']!r}"
-    if kind == "extra_forbidden":
-        close = _did_you_mean(dotted, parts)
-        return f"{where}: unknown key{close}"
-    if kind == "missing" and isinstance(error["loc"][-1], int):
-        return f"{where}: {error['input']!r} has too few members"
-    if kind == "missing":
-        return f"{where}: required, but missing"
-    if kind == "union_tag_invalid":
-        expected = error["ctx"]["expected_tags"].replace("'", "")
-        hint = _closest(error["ctx"]["tag"], expected)
-        return f"{where}.name: {error['ctx']['tag']!r} is not one of {expected}{hint}"
-    if kind == "union_tag_not_found":
-        return f"{where}: name is missing; write for example `{dotted}: {{name: ...}}`"
-    if kind == "literal_error":
-        expected = error["ctx"]["expected"].replace("'", "")
-        return f"{where}: {error['input']!r} is not one of {expected}{_closest(error['input'], expected)}"
-    if kind in ("model_type", "model_attributes_type"):
-        return f"{where}: {error['input']!r} is not a section; write its keys indented below it, or remove it"
-    message = error["msg"][0].lower() + error["msg"][1:]
-    message = message.replace("input ", "").replace("tuple", "list")
-    return f"{where}: {error['input']!r} is not valid: {message}"
-
-
-def _keys(place: Sequence[int | str]) -> list[str]:
-    """The keys of a place in the tree, without what pydantic adds: tags of unions, names of variants."""
-    parts = [str(part) for part in place]
-    tagged = parts[0] in _UNIONS and len(parts) > 1 and parts[1] in METHODS + STRATEGIES
-    parts = [parts[0], *parts[2:]] if tagged else parts
-    return [parts[0], *(p for p in parts[1:] if p != "str" and "[" not in p and not p.isdigit())]
-
-
-_UNIONS = ("method", "strategy")
-
-
-def _closest(value: Any, expected: str) -> str:
-    """A did-you-mean for a value, if one of the `a, b or c` expected is near."""
-    options = expected.replace(" or ", ", ").split(", ")
-    close = difflib.get_close_matches(str(value), options, 1, 0.5)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _did_you_mean(dotted: str, parts: list[str]) -> str:
-    tag = parts[1] if len(parts) > 2 and parts[0] in _UNIONS else None
-    known = known_keys(tag)
-    prefix, _, leaf = dotted.rpartition(".")
-    start = f"{prefix}." if prefix else ""
-    siblings = dict.fromkeys(key[len(start) :].partition(".")[0] for key in known if key.startswith(start))
-    close = difflib.get_close_matches(leaf, siblings, 1, 0.6)
-    if close:
-        return f"; did you mean {start}{close[0]}?"
-    elsewhere = [key for key in known if key.rpartition(".")[2] == leaf]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
-    return f"; known here: {', '.join(sorted(siblings))}" if siblings else ""
 
 
 def to_tree(config: RunConfig) -> Tree:

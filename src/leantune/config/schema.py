@@ -6,41 +6,20 @@ Every field carries a one-line description with its unit; `leantune train --help
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-
-class Section(BaseModel):
-    """One section of the run: no unknown keys, no silent conversions, no changes after validation."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False
-    )
-
-
-def _named(value: Any) -> Any:
-    """Let `method: lora` stand for `method: {name: lora}`."""
-    return {"name": value} if isinstance(value, str) else value
-
-
-def _as_tuple(value: Any) -> Any:
-    """YAML has lists only; fields of a frozen section are tuples."""
-    return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
-
-
-def _as_layers(value: Any) -> Any:
-    """Let `layers: 8` stand for `layers: [8]`."""
-    return (value,) if isinstance(value, int) and not isinstance(value, bool) else _as_tuple(value)
-
-
-Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
-Layers = Annotated[
-    str | tuple[int, ...], BeforeValidator(_as_layers, json_schema_input_type=str | int | list[int])
-]
-Betas = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
-PositiveInt = Annotated[int, Field(gt=0)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+from leantune.config.axes import (
+    Base,
+    DenseBase,
+    LoraMethod,
+    Method,
+    SingleStrategy,
+    Strategy,
+    named_strategy,
+)
+from leantune.config.section import Betas, PositiveInt, Section, Share, as_tuple, named
 
 
 class ModelSection(Section):
@@ -111,87 +90,18 @@ class DataSection(Section):
     )
 
 
-class FullMethod(Section):
-    """Train all weights."""
-
-    name: Literal["full"] = Field(default="full", description="train every weight of the model")
-
-
-class LoraMethod(Section):
-    """Low-rank adaptation (arXiv 2106.09685); the vocabulary is PEFT's."""
-
-    name: Literal["lora"] = Field(default="lora", description="train low-rank updates of linear layers")
-    rank: PositiveInt = Field(default=16, description="rank of the update")
-    alpha: Annotated[float, Field(gt=0)] = Field(
-        default=32.0,
-        description="scale: the update is multiplied by alpha / rank (rslora: alpha / sqrt(rank))",
-    )
-    dropout: Share = Field(default=0.0, description="dropout on the input of the update (probability)")
-    target_modules: str | Strings = Field(
-        default="all-linear",
-        description="all-linear (all but the output head), a regex over full module names, "
-        "or a list of names or suffixes",
-    )
-    layers: Layers = Field(
-        default="all", description="decoder blocks to adapt: all, `8;19`, or a list of indices"
-    )
-    rslora: bool = Field(
-        default=False, description="rank-stabilised scale alpha / sqrt(rank), arXiv 2312.03732"
-    )
-    implementation: Literal["leantune", "peft"] = Field(
-        default="leantune", description="whose LoRA module runs; peft is there to compare with"
-    )
-
-
-class LoreftMethod(Section):
-    """Low-rank linear subspace ReFT (arXiv 2404.03592)."""
-
-    name: Literal["loreft"] = Field(default="loreft", description="train edits of hidden states (LoReFT)")
-    rank: PositiveInt = Field(default=8, description="dimension of the edited subspace")
-    layers: Layers = Field(
-        default="all", description="decoder blocks whose output is edited: all, `8;19`, or a list of indices"
-    )
-    position: str = Field(default="f7+l7", description="prompt tokens to edit: fN first, lN last, fN+lM both")
-    tied: bool = Field(
-        default=True, description="one intervention per layer for first and last tokens (false: one for each)"
-    )
-    dropout: Share = Field(default=0.0, description="dropout on the edited state (probability)")
-    activation: Literal["linear", "relu", "gelu", "silu", "tanh"] = Field(
-        default="linear", description="activation after the learned projection W h + b"
-    )
-
-
-class DenseBase(Section):
-    """Frozen weights as they are."""
-
-    name: Literal["dense"] = Field(default="dense", description="keep the weights in floating point")
-
-
-class SingleStrategy(Section):
-    """One process."""
-
-    name: Literal["single"] = Field(default="single", description="one process on one device")
-    devices: Literal[1] = Field(default=1, description="number of devices")
-
-
-class DdpStrategy(Section):
-    """A full copy of the model on every device; gradients are summed once a step."""
-
-    name: Literal["ddp"] = Field(default="ddp", description="a copy of the model on each device")
-    devices: PositiveInt = Field(default=2, description="devices in all, over all nodes (processes)")
-    nodes: PositiveInt = Field(default=1, description="machines; devices must be a multiple of it")
-    timeout_seconds: Annotated[float, Field(gt=0)] = Field(
-        default=1800.0, description="longest wait for another rank (seconds)"
-    )
-
-
 class OptimizerSection(Section):
     """The optimizer of the trained parameters."""
 
-    name: Literal["adamw", "adam", "sgd", "adadelta"] = Field(
-        default="adamw", description="adamw (fused where torch has it), adam, sgd or adadelta"
+    name: Literal[
+        "adamw", "adam", "sgd", "adadelta", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"
+    ] = Field(
+        default="adamw",
+        description="adamw (fused where torch has it), adam, sgd, adadelta; from bitsandbytes: adamw_8bit "
+        "(moments in 8 bits: a quarter of their memory, rounded), paged_adamw_32bit, paged_adamw_8bit "
+        "(moments move to host memory when the GPU is full, which costs time)",
     )
-    betas: Betas = Field(default=(0.9, 0.999), description="decay of the moments (adamw, adam)")
+    betas: Betas = Field(default=(0.9, 0.999), description="decay of the moments (adam, all adamw)")
     eps: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="term added to the denominator")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         default=0.0,
@@ -236,10 +146,10 @@ class TrainSection(Section):
         description="records per optimizer step on all devices (or set gradient_accumulation_steps)",
     )
     learning_rate: Annotated[float, Field(gt=0)] = Field(default=2e-4, description="peak learning rate")
-    optimizer: Annotated[OptimizerSection, BeforeValidator(_named, str | OptimizerSection)] = Field(
+    optimizer: Annotated[OptimizerSection, BeforeValidator(named, str | OptimizerSection)] = Field(
         default=OptimizerSection(), description="the optimizer and its numbers"
     )
-    schedule: Annotated[ScheduleSection, BeforeValidator(_named, str | ScheduleSection)] = Field(
+    schedule: Annotated[ScheduleSection, BeforeValidator(named, str | ScheduleSection)] = Field(
         default=ScheduleSection(), description="the learning rate over the run"
     )
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
@@ -253,12 +163,28 @@ class TrainSection(Section):
     )
     activation_checkpointing: bool = Field(
         default=False,
-        description="recompute activations in backward: about a third more time, far less memory",
+        description="recompute the activations of blocks in backward: about a third more time, "
+        "far less memory",
     )
-    precision: Literal["auto", "fp32", "bf16_mixed"] = Field(
+    checkpoint_every_blocks: PositiveInt = Field(
+        default=1,
+        description="recompute each k-th decoder block only (needs activation_checkpointing): "
+        "a k-th of its cost, and of its saving",
+    )
+    activation_offload: bool = Field(
+        default=False,
+        description="what activation_checkpointing keeps, the input of each block, moves to host memory "
+        "and back: one copy each way a block",
+    )
+    loss_chunk_tokens: PositiveInt | None = Field(
+        default=None,
+        description="labelled positions per pass through the output head: logits exist for one chunk at "
+        "a time, at the cost of one more product with the head; default: all at once",
+    )
+    precision: Literal["auto", "fp32", "bf16", "bf16_mixed", "bf16_fp32_buffers", "fp16_mixed"] = Field(
         default="auto",
-        description="fp32, or bf16_mixed (frozen weights and compute in bf16, trained weights in fp32); "
-        "auto: fp32 on CPU, bf16_mixed on a GPU that has it",
+        description="types of the frozen weights, of what is trained, of the arithmetic and of buffers; "
+        "auto: fp32 on a CPU, bf16_mixed on a GPU that computes in bf16, fp16_mixed on any other",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="kind of device; auto: cuda if there is one"
@@ -302,40 +228,27 @@ class OutputSection(Section):
         default=2, description="newest checkpoints kept (the best one is kept besides)"
     )
     checkpoints: bool = Field(default=True, description="write checkpoints at all")
-    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)] = Field(
+    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(as_tuple)] = Field(
         default=(), description="extra places for the metrics: tensorboard, trackio, wandb"
     )
     project: str = Field(default="leantune", description="project name shown by the trackers")
 
 
-Method = Annotated[FullMethod | LoraMethod | LoreftMethod, Field(discriminator="name")]
-Strategy = Annotated[SingleStrategy | DdpStrategy, Field(discriminator="name")]
-
-
-def _strategy(value: Any) -> Any:
-    """Let `devices: 2` alone mean ddp, and a bare name stand for its section."""
-    value = _named(value)
-    if isinstance(value, dict) and "name" not in value:
-        several = value.get("devices", 1) != 1 or value.get("nodes", 1) != 1  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
-        return {**value, "name": "ddp" if several else "single"}  # pyright: ignore[reportUnknownVariableType]
-    return value  # pyright: ignore[reportUnknownVariableType]
-
-
 class RunConfig(Section):
     """One run: method × base × strategy, on a model and data."""
 
-    model: Annotated[ModelSection, BeforeValidator(_named, str | ModelSection)] = Field(
+    model: Annotated[ModelSection, BeforeValidator(named, str | ModelSection)] = Field(
         description="the base model"
     )
     data: DataSection = Field(description="the records")
-    method: Annotated[Method, BeforeValidator(_named, str | Method)] = Field(
-        default=LoraMethod(), description="what is trained: full, lora or loreft"
+    method: Annotated[Method, BeforeValidator(named, str | Method)] = Field(
+        default=LoraMethod(), description="what is trained: full, lora, dora, loreft or llama_pro"
     )
-    base: Annotated[DenseBase, BeforeValidator(_named, str | DenseBase)] = Field(
-        default=DenseBase(), description="how the frozen weights are stored: dense"
+    base: Annotated[Base, BeforeValidator(named, str | Base)] = Field(
+        default=DenseBase(), description="how the frozen weights are stored: dense, nf4 or hqq"
     )
-    strategy: Annotated[Strategy, BeforeValidator(_strategy, str | Strategy)] = Field(
-        default=SingleStrategy(), description="where the weights live: single or ddp"
+    strategy: Annotated[Strategy, BeforeValidator(named_strategy, str | Strategy)] = Field(
+        default=SingleStrategy(), description="where the weights live: single, ddp or fsdp"
     )
     train: TrainSection = Field(default=TrainSection(), description="steps, batches and the optimizer")
     eval: EvalSection = Field(default=EvalSection(), description="evaluation during training")

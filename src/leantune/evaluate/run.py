@@ -194,7 +194,7 @@ def _losses(
         device=trained.model.device,
         micro_batch_size=micro_batch_size,
         pad_id=0,
-        autocast=trained.model.dtype == torch.bfloat16,  # as in training
+        precision=trained.precision,
     )
     values = {"loss": loss, "perplexity": perplexity(loss)}
     return {name: value for name, value in values.items() if name in wanted}

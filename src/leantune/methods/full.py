@@ -1,4 +1,4 @@
-"""Train every weight of the model. The weights are kept in fp32, whatever the compute runs in."""
+"""Train every weight of the model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from leantune.methods.protocol import Attached
 
 
 def attach(model: nn.Module, *, seed: int) -> Attached:
-    """Make all floating-point parameters trainable, in fp32. `seed` is not needed: nothing is new."""
+    """Make all parameters trainable. `seed` is not needed: nothing is new."""
     del seed
-    model.float()
     model.requires_grad_(True)
     return _Full("full", model)
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from leantune.config.layers import parse_layers, parse_position
 from leantune.errors import CheckpointError, ModelError
-from leantune.methods.protocol import AdapterFiles, Attached, named_generator
+from leantune.methods.protocol import AdapterFiles, Attached, home, named_generator
 from leantune.models.anatomy import decoder_blocks, select_blocks, text_config
 from leantune.models.source import fingerprint
 from leantune.ops.intervention import loreft_delta, orthonormalise, tangent
@@ -63,6 +63,8 @@ class _Prompts:
 
 class AttachedLoreft(Attached):
     """LoReFT at the outputs of `blocks` (full name: block)."""
+
+    always_whole = True
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
         super().__init__("loreft", model)
@@ -149,15 +151,15 @@ class AttachedLoreft(Attached):
             else [("first", first), ("last", last)]
         )
         parts: Any = block.reft
-        flat = hidden_BTD.flatten(0, -2)
+        edited_BTD = hidden_BTD
         with torch.autocast(hidden_BTD.device.type, enabled=False):
             for part, index in groups:
                 if part in parts and len(index):
-                    delta = parts[part].delta(
-                        flat.index_select(0, index), self.settings["activation"], self.settings["dropout"]
-                    )
-                    flat = flat.index_add(0, index, delta)
-        return flat.view(hidden_BTD.shape)
+                    place = (index // hidden_BTD.shape[1], index % hidden_BTD.shape[1])
+                    chosen = edited_BTD[place]
+                    delta = parts[part].delta(chosen, self.settings["activation"], self.settings["dropout"])
+                    edited_BTD = edited_BTD.index_put(place, chosen + delta)  # no view: FSDP2 hooks on it
+        return edited_BTD
 
     def _spans(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         assert self._prompts is not None
@@ -247,7 +249,7 @@ def attach(
         modules = {
             part: LoreftIntervention(dim, rank, named_generator(seed, f"{name}.{part}")) for part in parts
         }
-        block.add_module("reft", nn.ModuleDict(modules).to(next(block.parameters()).device))
+        block.add_module("reft", nn.ModuleDict(modules).to(home(block)))
     settings = {
         "rank": rank,
         "position": position,

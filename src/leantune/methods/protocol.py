@@ -2,7 +2,8 @@
 
 A method is one file of this folder with a function `attach(model, *, seed, **settings)` that
 prepares the model in place and returns an `Attached`. If it saves an adapter, it also has
-`CONFIG_FILE` and `settings_from(config)`, the way back from the saved configuration.
+`CONFIG_FILE` and `settings_from(config)`, the way back from the saved configuration; methods
+that share a file name also have `accepts(config)`, which tells their configurations apart.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class Attached:
 
     The defaults are those of a method that is nothing but parameters.
     """
+
+    # Whether a trained parameter must be whole on every rank, because a row of it means nothing alone.
+    always_whole = False
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name = name
@@ -67,6 +71,18 @@ class Attached:
         """How many tokens of a prompt this method edits; None if it does not go by position."""
         del prompt_length
         return None
+
+    def row_norm_targets(self) -> Mapping[str, nn.Module]:
+        """The linear layers whose row norms the method needs once they are loaded, by full name."""
+        return {}
+
+    def set_row_norms(self, name: str, unquantised: Tensor, stored: Tensor) -> None:
+        """Take the row norms of one of the `row_norm_targets`, float32 [out] each.
+
+        unquantised: of the checkpoint's own weight; stored: of the weight that the layer computes
+        with. Parameters that start from them are set anew, so a checkpoint is restored after this.
+        """
+        del name, unquantised, stored
 
     def before_step(self) -> None:
         """Called after gradients are summed over ranks, before clipping and the optimizer."""
@@ -113,3 +129,9 @@ def named_generator(seed: int, name: str) -> torch.Generator:
     """A CPU generator that depends on the seed and the name alone: equal on every rank, in any order."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def home(module: nn.Module) -> torch.device:
+    """Where new parameters of a module are made: on its device, or the CPU while it has no memory yet."""
+    device = next(module.parameters()).device
+    return torch.device("cpu") if device.type == "meta" else device

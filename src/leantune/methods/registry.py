@@ -12,7 +12,7 @@ from torch import nn
 from leantune import methods
 from leantune.methods.protocol import Attached
 
-_NOT_METHODS = {"protocol", "registry"}
+_NOT_METHODS = {"factors", "protocol", "registry"}
 
 
 def method_names() -> list[str]:
@@ -38,11 +38,13 @@ def attach(name: str, model: nn.Module, settings: Mapping[str, Any], seed: int) 
 def attach_saved(config_file: str, model: nn.Module, config: Mapping[str, Any]) -> Attached | None:
     """Attach the method whose adapters have a configuration file of this name (None: no method has).
 
-    The parameters are new; `Attached.load` gives them the saved values.
+    Of methods that share a file, it is the one whose `accepts` takes this content. The parameters
+    are new; `Attached.load` gives them the saved values.
     """
     for name in method_names():
         module = _module(name)
-        if getattr(module, "CONFIG_FILE", None) == config_file:
+        accepts = getattr(module, "accepts", None)
+        if getattr(module, "CONFIG_FILE", None) == config_file and (accepts is None or accepts(config)):
             return module.attach(model, seed=0, **module.settings_from(config))
     return None
 

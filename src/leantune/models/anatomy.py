@@ -12,8 +12,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from leantune.errors import ModelError
+from leantune.models.packed import PackedLinear
 
-LINEAR_TYPES = (nn.Linear, Conv1D)
+LINEAR_TYPES = (nn.Linear, Conv1D, PackedLinear)
 
 
 def text_config(model: nn.Module) -> Any:
@@ -68,7 +69,7 @@ def output_head(model: nn.Module) -> nn.Module:
 
 def linear_sizes(module: nn.Module) -> tuple[int, int]:
     """(in features, out features) of a linear layer, GPT-2's transposed one included."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | PackedLinear):
         return module.in_features, module.out_features
     rows, columns = module.weight.shape  # pyright: ignore[reportGeneralTypeIssues]
     return int(rows), int(columns)
@@ -85,7 +86,10 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def match_linears(
-    model: nn.Module, targets: str | Sequence[str], layers: Sequence[int] | None
+    model: nn.Module,
+    targets: str | Sequence[str],
+    layers: Sequence[int] | None,
+    key: str = "method.target_modules",
 ) -> dict[str, nn.Module]:
     """The linear layers that `targets` names, within `layers` (None: all of them).
 
@@ -101,33 +105,33 @@ def match_linears(
         pattern = re.compile(".*" if targets == "all-linear" else targets)
         matched = {name for name in candidates if pattern.fullmatch(name)}
         if not matched:
-            raise ModelError(_no_match(targets, candidates))
+            raise ModelError(_no_match(targets, candidates, key))
     else:
-        matched = {name for target in targets for name in _match_one(target, candidates, prefixes)}
+        matched = {name for target in targets for name in _match_one(target, candidates, prefixes, key)}
     return {name: module for name, module in candidates.items() if name in matched}
 
 
-def _match_one(target: str, candidates: Iterable[str], prefixes: Sequence[str]) -> list[str]:
+def _match_one(target: str, candidates: Iterable[str], prefixes: Sequence[str], key: str) -> list[str]:
     names = [name for name in candidates if name == target or name.endswith(f".{target}")]
     if not names:
-        raise ModelError(_no_match(target, candidates))
+        raise ModelError(_no_match(target, candidates, key))
     names_a_layer = any(part.isdigit() for part in target.split("."))
     hit = [any(name.startswith(prefix) for name in names) for prefix in prefixes]
     if any(hit) and not all(hit) and not names_a_layer:
         layers = [int(prefix.split(".")[-2]) for prefix, found in zip(prefixes, hit, strict=True) if found]
         raise ModelError(
-            f"method.target_modules: {target!r} exists in {len(layers)} of {len(prefixes)} layers only; "
+            f"{key}: {target!r} exists in {len(layers)} of {len(prefixes)} layers only; "
             f"to train just those, set method.layers to {';'.join(map(str, layers))}"
         )
     return names
 
 
-def _no_match(target: str, candidates: Iterable[str]) -> str:
+def _no_match(target: str, candidates: Iterable[str], key: str) -> str:
     suffixes = sorted({name.rpartition(".")[2] for name in candidates})
     close = difflib.get_close_matches(target.rpartition(".")[2], suffixes, 1, 0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return (
-        f"method.target_modules: {target!r} matches no linear layer{hint} "
+        f"{key}: {target!r} matches no linear layer{hint} "
         f"(linear layers here: {', '.join(suffixes)})"
     )
 

@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from leantune.errors import ModelError
 from leantune.models.anatomy import output_head
+from leantune.ops.loss import summed_cross_entropy
 
 
 @contextmanager
@@ -43,3 +47,49 @@ def labelled_logits(model: nn.Module, input_ids_BT: Tensor, label_index_N: Tenso
             f"its logits have shape {tuple(logits.shape)} where (1, {len(label_index_N)}, V) was expected"
         )
     return logits[0]
+
+
+def chunked_loss(
+    model: nn.Module, input_ids_BT: Tensor, label_index_N: Tensor, labels_N: Tensor, chunk: int
+) -> Tensor:
+    """The summed cross-entropy of `labelled_logits`, with logits of `chunk` positions in memory at a time.
+
+    Each chunk goes through the output head again in backward. What the model does after its decoder
+    is done by the model itself: it runs with its decoder replaced by the hidden states of a chunk.
+    """
+    body = _decoder(model)
+    outputs: list[Any] = []
+    handle = body.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+    try:
+        # Logits of one position: the decoder is all that is wanted of this pass.
+        labelled_logits(model, input_ids_BT, label_index_N[:1])
+    finally:
+        handle.remove()
+    hidden_ND: Tensor = outputs[0][0].flatten(0, -2).index_select(0, label_index_N)
+    total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
+    for start in range(0, len(labels_N), chunk):
+        part, labels = hidden_ND[start : start + chunk], labels_N[start : start + chunk]
+        total = total + checkpoint(_chunk_loss, model, body, part, labels, use_reentrant=False)
+    return total
+
+
+def _chunk_loss(model: nn.Module, body: nn.Module, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
+    hidden_BTD = hidden_ND.unsqueeze(0)
+    plain = body.forward
+    body.forward = lambda *_args, **_options: BaseModelOutputWithPast(last_hidden_state=hidden_BTD)
+    try:
+        # `forward` itself: this is no forward pass of the model to those who watch over it with hooks.
+        logits: Tensor = model.forward(input_ids=labels_N.unsqueeze(0), use_cache=False).logits
+    finally:
+        body.forward = plain
+    return summed_cross_entropy(logits[0], labels_N)
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    body: Any = getattr(model, "base_model", None)
+    if not isinstance(body, nn.Module) or body is model:
+        raise ModelError(
+            f"train.loss_chunk_tokens: {type(model).__name__} keeps no decoder of its own (base_model) whose "
+            "hidden states could go to the head in chunks; remove the key"
+        )
+    return body

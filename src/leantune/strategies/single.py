@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-from torch import Tensor
+from torch import nn
+
+from leantune.strategies.placement import Placement
+from leantune.strategies.process import World
 
 
-def sum_over_ranks(tensors: Sequence[Tensor]) -> None:
-    """Leave the tensors as they are: this rank is all ranks."""
-    del tensors
+def place(model: nn.Module, trainable: Mapping[str, nn.Parameter], world: World) -> Placement:
+    """Leave everything whole on the device."""
+    del model, trainable
+    return Placement(world.device)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from leantune.config.load import to_tree
 from leantune.config.schema import RunConfig
@@ -47,9 +48,11 @@ def check_agreement(config: RunConfig, run: Run, step: int) -> None:
 
 @torch.no_grad()
 def weights_checksum(model: nn.Module) -> int:
-    """One number for all parameters of a model, frozen and trained, from their bits."""
+    """One number, from their bits, for all parameters that every rank holds whole."""
     checksum = 0
     for index, parameter in enumerate(model.parameters()):
+        if isinstance(parameter, DTensor):
+            continue
         flat = parameter.detach().contiguous().flatten().view(torch.uint8)
         words = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat
         checksum = (checksum * 31 + index + int(words.sum(dtype=torch.int64))) % (2**62)

@@ -1,24 +1,22 @@
-"""Puts the parts of a run together on one rank. The order is law: base, method, placement, optimizer."""
+"""Puts the parts of a run together on one rank."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Literal
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from leantune.bases import load_base
 from leantune.checkpoint.run_folder import RunFolder
 from leantune.checkpoint.store import CheckpointStore
-from leantune.checkpoint.trained import weights_dtype
 from leantune.config.schema import RunConfig
 from leantune.data.records import EncodedRecords
-from leantune.errors import ConfigError, DataError, ModelError
-from leantune.methods import Attached, attach
-from leantune.models.source import resolve_model
+from leantune.errors import ConfigError, DataError
+from leantune.methods import Attached
+from leantune.models.precision import choose_precision
 from leantune.strategies.process import World
 from leantune.strategies.stop import StopRequest
+from leantune.train.build import build_model
 from leantune.train.events import Events, peak_memory_gib
 from leantune.train.optimizer import Schedule, build_optimizer, build_schedule
 from leantune.train.run import LoopSettings, Run
@@ -35,11 +33,6 @@ def device_kind(config: RunConfig) -> Literal["cpu", "cuda"]:
     return config.train.device
 
 
-def uses_bf16(config: RunConfig, device: torch.device) -> bool:
-    """Whether this device computes in bf16."""
-    return weights_dtype(config.train.precision, device) == torch.bfloat16
-
-
 def assemble(
     config: RunConfig,
     folder: RunFolder,
@@ -48,33 +41,36 @@ def assemble(
     events: Events,
     stop: StopRequest,
 ) -> tuple[Run, RunCheckpoints]:
-    """Build the model, attach the method, make the optimizer; returns the run and its checkpoints."""
+    """Build the model with its method in place, make the optimizer; returns the run and its checkpoints."""
     train_records, validation_records = load_records(folder)
-    model, attached = _build_model(config, world)
-    check_positions(attached, train_records)
+    built = build_model(config, world)
+    check_positions(built.attached, train_records)
     plan = plan_steps(config.train, len(train_records), config.strategy.devices)
     optimizer = build_optimizer(
-        attached.trainable(),
-        attached.decay_free(),
+        built.placement.trained,
+        built.attached.decay_free(),
         learning_rate=config.train.learning_rate,
         **config.train.optimizer.model_dump(),
     )
     checkpoints = RunCheckpoints(
         CheckpointStore(folder.checkpoints, config.output.keep_checkpoints),
-        attached,
+        built.placement,
         optimizer,
         plan,
+        saves=config.output.checkpoints,
         writes=config.output.checkpoints and world.is_main,
         keeps_best=config.eval.keep_best and validation_records is not None,
         say=events.message,
     )
     run = Run(
         world=world,
-        model=model,
-        attached=attached,
+        model=built.model,
+        base=built.base,
+        attached=built.attached,
+        placement=built.placement,
+        description=built.lines,
         optimizer=optimizer,
         schedule=_schedule(config, plan),
-        sum_over_ranks=importlib.import_module(f"leantune.strategies.{config.strategy.name}").sum_over_ranks,
         train_records=train_records,
         validation_records=validation_records,
         pad_id=_pad_id(tokenizer),
@@ -86,21 +82,6 @@ def assemble(
         peak_memory_gib=lambda: peak_memory_gib(world.device),
     )
     return run, checkpoints
-
-
-def attach_method(config: RunConfig, model: PreTrainedModel) -> Attached:
-    """Attach the run's method to a frozen model; raises `ModelError` if the model cannot have it."""
-    settings = config.method.model_dump(exclude={"name"})
-    attached = attach(config.method.name, model, settings, config.train.seed)
-    if config.train.activation_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise ModelError(
-                f"train.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
-            )
-        # transformers renames the method in version 6.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
-    return attached
 
 
 def check_positions(attached: Attached, records: EncodedRecords) -> None:
@@ -122,21 +103,6 @@ def load_records(folder: RunFolder) -> tuple[EncodedRecords, EncodedRecords | No
     )
 
 
-def _build_model(config: RunConfig, world: World) -> tuple[PreTrainedModel, Attached]:
-    section = config.model
-    source = resolve_model(section.name, section.revision, section.trust_remote_code)
-    dtype = weights_dtype(config.train.precision, world.device)
-    model = load_base(
-        config.base.name,
-        source,
-        # Weights that are all trained stay in fp32: going through bf16 would round them.
-        dtype=torch.float32 if config.method.name == "full" else dtype,
-        device=world.device,
-        attention=section.attention,
-    )
-    return model, attach_method(config, model)
-
-
 def _schedule(config: RunConfig, plan: StepPlan) -> Schedule:
     section = config.train.schedule
     return build_schedule(
@@ -155,7 +121,8 @@ def _loop_settings(config: RunConfig, world: World) -> LoopSettings:
         seed=train.seed,
         group_by_length=train.group_by_length,
         max_grad_norm=train.max_grad_norm,
-        autocast=uses_bf16(config, world.device),
+        precision=choose_precision(train.precision, world.device),
+        loss_chunk_tokens=train.loss_chunk_tokens,
         eval_every_steps=section.every_steps,
         eval_micro_batch_size=section.micro_batch_size or train.micro_batch_size,
         keep_best=section.keep_best,

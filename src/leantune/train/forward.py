@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -14,16 +12,25 @@ from transformers import PreTrainedModel
 from leantune.data.batches import MicroBatch, collate, cut_window, deal
 from leantune.data.records import EncodedRecords
 from leantune.methods import Attached
-from leantune.models.head import labelled_logits
+from leantune.models.head import chunked_loss, labelled_logits
+from leantune.models.precision import Precision
 from leantune.ops.loss import summed_cross_entropy
+from leantune.strategies.placement import Placement
 
 
-def summed_loss(model: PreTrainedModel, batch: MicroBatch, autocast: bool) -> Tensor:
-    """The sum of the token losses of a micro-batch (a scalar). Call it inside `Attached.edits`."""
-    context = torch.autocast(batch.input_ids.device.type, torch.bfloat16) if autocast else nullcontext()
-    with context:
-        logits = labelled_logits(model, batch.input_ids, batch.label_index)
-    return summed_cross_entropy(logits, batch.labels)
+def summed_loss(
+    model: PreTrainedModel, batch: MicroBatch, precision: Precision, loss_chunk_tokens: int | None = None
+) -> Tensor:
+    """The sum of the token losses of a micro-batch (a scalar). Call it inside `Attached.edits`.
+
+    With `loss_chunk_tokens`, logits of so many labelled positions exist at a time.
+    """
+    with precision.autocast(batch.input_ids.device):
+        if loss_chunk_tokens is None or len(batch.labels) <= loss_chunk_tokens:
+            return summed_cross_entropy(
+                labelled_logits(model, batch.input_ids, batch.label_index), batch.labels
+            )
+        return chunked_loss(model, batch.input_ids, batch.label_index, batch.labels, loss_chunk_tokens)
 
 
 def perplexity(mean_loss: float) -> float:
@@ -43,20 +50,28 @@ def mean_loss(
     device: torch.device,
     micro_batch_size: int,
     pad_id: int,
-    autocast: bool,
+    precision: Precision,
+    loss_chunk_tokens: int | None = None,
     rank: int = 0,
     world_size: int = 1,
-    sum_over_ranks: Callable[[Sequence[Tensor]], None] = lambda _tensors: None,
+    placement: Placement | None = None,
 ) -> tuple[float, int]:
     """Mean loss over the supervised tokens of all records, and their number; ranks share the work."""
     was_training = model.training
     model.eval()
     window = cut_window(records, np.arange(len(records)), micro_batch_size)
     total = torch.zeros(1, dtype=torch.float32, device=device)
-    for index in deal(len(window.chunks), rank, world_size):
-        batch = collate(records, window.chunks[index], pad_id).to(device)
+    mine = deal(len(window.chunks), rank, world_size)
+    idle = 0
+    if placement is not None and placement.equal_passes:
+        idle = math.ceil(len(window.chunks) / world_size) - len(mine)
+    for number, chunk in enumerate([*(window.chunks[i] for i in mine), *[window.chunks[-1]] * idle]):
+        batch = collate(records, chunk, pad_id).to(device)
         with attached.edits(batch.prompt_lengths):
-            total += summed_loss(model, batch, autocast)
-    sum_over_ranks([total])
+            loss = summed_loss(model, batch, precision, loss_chunk_tokens)
+        if number < len(mine):
+            total += loss
+    if placement is not None:
+        placement.sum_over_ranks([total])
     model.train(was_training)
     return float(total) / window.supervised_tokens, window.supervised_tokens

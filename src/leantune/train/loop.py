@@ -24,6 +24,8 @@ from leantune.train.optimizer import set_learning_rate
 from leantune.train.run import Run, TrainState
 
 Ending = Literal["finished", "early_stop", "interrupted"]
+_SCALE_PATIENCE = 2000  # steps
+_SMALLEST_SCALE = 2.0**-14
 
 
 def train_loop(run: Run, state: TrainState) -> Ending:
@@ -53,44 +55,73 @@ def train_step(run: Run, state: TrainState) -> bool:
     rate = run.schedule(state.step)
     set_learning_rate(run.optimizer, rate)
 
-    losses: list[tuple[MicroBatch, Tensor]] = []
-    for index in deal(len(window.chunks), run.world.rank, run.world.size):
-        batch = run.micro_batch(window, index, state.step)
-        losses.append((batch, _forward_backward(run, batch, window.supervised_tokens)))
-
-    parameters = list(run.trainable.values())
+    losses = _accumulate(run, state, window)
     sums = torch.tensor([0.0, float(run.stop.requested)], device=run.world.device)
     sums[0] = sum((loss for _, loss in losses), start=sums[0])
-    run.sum_over_ranks([*_gradients(parameters), sums])
+    gradients = run.placement.sum_gradients(sums)
+    if run.settings.precision.scaled:
+        torch._foreach_mul_(gradients, 1.0 / state.loss_scale)
     loss = float(sums[0]) / window.supervised_tokens
     run.attached.before_step()
-    norm = torch.nn.utils.get_total_norm(_gradients(parameters))
-    _check_finite(run, loss, float(norm), losses, window, state.step)
-    if run.settings.max_grad_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, run.settings.max_grad_norm, norm)
-
-    run.optimizer.step()
-    run.attached.after_step()
+    norm = run.placement.total_norm(gradients)
+    overflow = run.settings.precision.scaled and not math.isfinite(norm)
+    if not overflow:
+        _check_finite(run, loss, float(norm), losses, window, state.step)
+        if run.settings.max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(run.placement.trained.values(), run.settings.max_grad_norm, norm)
+        run.optimizer.step()
+        run.attached.after_step()
     run.optimizer.zero_grad(set_to_none=True)
     _report_step(run, state, window, loss, rate, float(norm), time.perf_counter() - started)
+    if run.settings.precision.scaled:
+        adapt_loss_scale(state, overflow)
     return bool(sums[1] > 0)
 
 
-def _forward_backward(run: Run, batch: MicroBatch, window_tokens: int) -> Tensor:
-    """Gradients of one micro-batch; returns the sum of its token losses."""
+def _accumulate(run: Run, state: TrainState, window: Window) -> list[tuple[MicroBatch, Tensor]]:
+    """Forward and backward of this rank's micro-batches; returns them with the sums of their token losses."""
+    mine: list[int | None] = [*deal(len(window.chunks), run.world.rank, run.world.size)]
+    if run.placement.equal_passes:
+        mine += [None] * (math.ceil(len(window.chunks) / run.world.size) - len(mine))
+    losses: list[tuple[MicroBatch, Tensor]] = []
+    scale = state.loss_scale if run.settings.precision.scaled else 1.0
+    for number, index in enumerate(mine, 1):
+        run.placement.begin_pass(last=number == len(mine))
+        if index is None:  # the others still gather and sum weights, and this rank has its part in that
+            _forward_backward(run, run.idle_batch(window), 0.0)
+        else:
+            batch = run.micro_batch(window, index, state.step)
+            losses.append((batch, _forward_backward(run, batch, scale / window.supervised_tokens)))
+    return losses
+
+
+def _forward_backward(run: Run, batch: MicroBatch, weight: float) -> Tensor:
+    """Gradients of `weight` times the loss of a micro-batch; returns the sum of its token losses."""
     torch.manual_seed(batch.seed)  # dropout: the same wherever this micro-batch runs
     with run.attached.edits(batch.prompt_lengths):
-        loss = summed_loss(run.model, batch, run.settings.autocast)
-        (loss / window_tokens).backward()
+        loss = summed_loss(run.model, batch, run.settings.precision, run.settings.loss_chunk_tokens)
+        (loss * weight).backward()
     return loss.detach()
 
 
-def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """The gradients; a parameter that this rank's records did not touch has a gradient of zero."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+def adapt_loss_scale(state: TrainState, overflow: bool) -> None:
+    """Halve the scale of fp16 losses after an overflow, double it after 2000 steps without one.
+
+    As in mixed precision training (arXiv 1710.03740, section 3.2). The norm that tells of an overflow is
+    that of all gradients on all ranks, so every rank comes to the same scale. Raises `NumericsError` if the
+    scale has shrunk to nothing.
+    """
+    state.steps_at_scale = 0 if overflow else state.steps_at_scale + 1
+    if overflow:
+        state.loss_scale /= 2.0
+    elif state.steps_at_scale == _SCALE_PATIENCE:
+        state.loss_scale *= 2.0
+        state.steps_at_scale = 0
+    if state.loss_scale < _SMALLEST_SCALE:
+        raise NumericsError(
+            f"step {state.step}: gradients overflow fp16 at every loss scale down to {state.loss_scale}; "
+            "lower train.learning_rate, or use train.precision bf16_mixed or fp32"
+        )
 
 
 def _check_finite(
@@ -143,6 +174,7 @@ def _report_step(
             "padding_share": window.padding_share,
             "peak_memory_gib": run.peak_memory_gib(),
             "seconds": state.seconds,
+            **({"loss_scale": state.loss_scale} if run.settings.precision.scaled else {}),
         }
     )
 
@@ -160,10 +192,11 @@ def evaluate(run: Run, state: TrainState) -> bool:
         device=run.world.device,
         micro_batch_size=run.settings.eval_micro_batch_size,
         pad_id=run.pad_id,
-        autocast=run.settings.autocast,
+        precision=run.settings.precision,
+        loss_chunk_tokens=run.settings.loss_chunk_tokens,
         rank=run.world.rank,
         world_size=run.world.size,
-        sum_over_ranks=run.sum_over_ranks,
+        placement=run.placement,
     )
     if not math.isfinite(loss):
         raise NumericsError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,16 +10,18 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from leantune.checkpoint.run_folder import RunFolder
 from leantune.config import RunConfig, to_yaml
 from leantune.data.jinja_template import JinjaTemplate
 from leantune.data.prepare import PreparedData, prepare_data
 from leantune.data.show import show_example, show_example_styled
-from leantune.errors import ConfigError, LeantuneError
-from leantune.models.source import ModelSource, check_vocabulary, load_config, load_tokenizer, resolve_model
-from leantune.train.assemble import attach_method, check_positions, device_kind
+from leantune.errors import ConfigError
+from leantune.models.precision import choose_precision
+from leantune.models.source import check_vocabulary, load_config, load_tokenizer, resolve_model
+from leantune.train.assemble import check_positions, device_kind
+from leantune.train.build import attach_method
 from leantune.train.steps import StepPlan, plan_steps
 from leantune.train.trackers import check_trackers
 
@@ -42,7 +43,7 @@ def prepare_run(config: RunConfig, name: str, say: Say = print, scratch: Path | 
     prepared = prepare_data(config.data, tokenizer, config.train.seed)
     plan = plan_steps(config.train, len(prepared.train), config.strategy.devices)
     _check_lengths(model_config, prepared)
-    _check_method(config, source, model_config, prepared)
+    _check_method(config, prepared)
     _describe(prepared, tokenizer, plan, config.strategy.devices, say)
     output = config.output
     folder = RunFolder.create(str(scratch) if scratch else output.dir, name, output.overwrite)
@@ -67,23 +68,10 @@ def _check_lengths(model_config: Any, prepared: PreparedData) -> None:
         )
 
 
-def _check_method(config: RunConfig, source: ModelSource, model_config: Any, prepared: PreparedData) -> None:
-    """Attach the method to the model without its weights: what cannot be is told before a run is replaced.
-
-    A model that cannot be built without its weights is left for `assemble` to check.
-    """
-    try:
-        with torch.device("meta"):
-            loader: Any = AutoModelForCausalLM
-            model: PreTrainedModel = loader.from_config(
-                copy.deepcopy(model_config), trust_remote_code=source.trust_remote_code
-            )
-        attached = attach_method(config, model.requires_grad_(False))
-    except LeantuneError:
-        raise
-    except Exception:  # of any kind: the code of a model may do what it likes
-        return
-    check_positions(attached, prepared.train)
+def _check_method(config: RunConfig, prepared: PreparedData) -> None:
+    """Build the model without its weights: what cannot be is told before a run is replaced."""
+    precision = choose_precision(config.train.precision, torch.device(device_kind(config)))
+    check_positions(attach_method(config, precision)[1], prepared.train)
 
 
 def _describe(

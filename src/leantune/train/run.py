@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from leantune.bases import BuiltBase
 from leantune.data.batches import MicroBatch, Window, collate, cut_window, epoch_windows
 from leantune.data.records import EncodedRecords, IntArray
 from leantune.methods import Attached
+from leantune.models.precision import Precision
+from leantune.strategies.placement import Placement
 from leantune.strategies.process import World
 from leantune.strategies.stop import StopRequest
 from leantune.train.events import Events
@@ -34,6 +35,8 @@ class TrainState:
     best_loss: float | None = None
     best_step: int | None = None
     stale_evaluations: int = 0
+    loss_scale: float = 2.0**16  # of fp16_mixed
+    steps_at_scale: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class LoopSettings:
     seed: int
     group_by_length: bool
     max_grad_norm: float | None
-    autocast: bool
+    precision: Precision
+    loss_chunk_tokens: int | None
     eval_every_steps: int | None
     eval_micro_batch_size: int
     keep_best: bool
@@ -58,10 +62,12 @@ class Run:
 
     world: World
     model: PreTrainedModel
+    base: BuiltBase
     attached: Attached
+    placement: Placement
+    description: list[str]
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    sum_over_ranks: Callable[[Sequence[Tensor]], None]
     train_records: EncodedRecords
     validation_records: EncodedRecords | None
     pad_id: int
@@ -72,11 +78,6 @@ class Run:
     save_checkpoint: Callable[[TrainState, bool], None]
     peak_memory_gib: Callable[[], float]
     _epoch: tuple[int, list[IntArray]] | None = field(default=None, init=False)
-
-    @cached_property
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by name."""
-        return self.attached.trainable()
 
     def window(self, step: int) -> Window:
         """The records of a step (counted from 0), cut into micro-batches."""
@@ -96,3 +97,7 @@ class Run:
         """One micro-batch of a window, on the device, with a seed that no other micro-batch has."""
         seed = int(np.random.SeedSequence([self.settings.seed, step, index]).generate_state(1)[0])
         return collate(self.train_records, window.chunks[index], self.pad_id, seed).to(self.world.device)
+
+    def idle_batch(self, window: Window) -> MicroBatch:
+        """The shortest record of a window, for a rank that only keeps in step with the others."""
+        return collate(self.train_records, window.chunks[-1][-1:], self.pad_id).to(self.world.device)

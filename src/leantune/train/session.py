@@ -9,10 +9,11 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from leantune.checkpoint.adapter import save_trained
+from leantune.checkpoint.adapter import BaseOfModel, save_trained
 from leantune.checkpoint.run_folder import RunFolder
 from leantune.config import RunConfig, load_config
 from leantune.errors import CheckpointError
+from leantune.models.packed import PackedLinear
 from leantune.models.source import load_tokenizer, resolve_model
 from leantune.strategies.failure import in_worker, worker_errors
 from leantune.strategies.launch import check_launch, launch
@@ -99,7 +100,7 @@ def _run(
     if in_worker():
         return _run_under_torchrun(config, make, notify, quiet, fresh)
     devices = config.strategy.devices
-    nodes = config.strategy.nodes if config.strategy.name == "ddp" else 1
+    nodes = getattr(config.strategy, "nodes", 1)
     check_launch(devices // nodes, nodes, node_rank, endpoint)
     with node_folder(make, main=node_rank == 0, fresh=fresh) as folder:
         if devices == 1:
@@ -183,15 +184,22 @@ def _train(
 
 
 def _opening(run: Run, state: TrainState, checkpoint: Path | None) -> list[str]:
-    trained = sum(p.numel() for p in run.trainable.values())
-    total = sum(p.numel() for p in run.model.parameters())
+    trained, total = _counts(run)
     lines = [
-        *run.attached.describe(),
+        *run.description,
         f"trained parameters: {trained:,} of {total:,} ({100 * trained / total:.4f} %)",
     ]
     if checkpoint is not None:
         lines.append(f"continuing after step {state.step} from {checkpoint}")
     return lines
+
+
+def _counts(run: Run) -> tuple[int, int]:
+    """(trained parameters, all parameters), in values of the unpacked model."""
+    trained = sum(p.numel() for p in run.placement.whole_parameters.values())
+    total = sum(p.numel() for p in run.model.parameters() if p.is_floating_point())
+    packed = [m for m in run.model.modules() if isinstance(m, PackedLinear)]
+    return trained, total + sum(m.in_features * m.out_features for m in packed)
 
 
 def _interrupted(config: RunConfig, folder: RunFolder, step: int) -> str:
@@ -210,6 +218,7 @@ def _finish(
     tokenizer: PreTrainedTokenizerBase,
 ) -> RunResult:
     exported_step = gather_objects(checkpoints.restore_best(state))[0]  # rank 0 exports
+    trained, total = _counts(run)
     result = RunResult(
         folder=folder.path,
         ending=ending,
@@ -219,18 +228,24 @@ def _finish(
         eval_loss=state.last_eval_loss,
         best_step=state.best_step,
         exported_step=exported_step,
-        trainable_parameters=sum(p.numel() for p in run.trainable.values()),
-        total_parameters=sum(p.numel() for p in run.model.parameters()),
+        trainable_parameters=trained,
+        total_parameters=total,
         tokens=state.tokens,
         seconds=state.seconds,
         tokens_per_second=state.tokens / state.seconds if state.seconds else 0.0,
         peak_memory_gib=run.peak_memory_gib(),
     )
+    line = save_trained(
+        run.attached,
+        folder.model if run.attached.export() is None else folder.adapter,
+        tokenizer,
+        config.model.name,
+        config.model.revision,
+        base=BaseOfModel(run.base.skeleton, run.base.original),
+        writes=run.world.is_main,
+    )
     if run.world.is_main:
-        target = folder.model if run.attached.export() is None else folder.adapter
-        run.events.message(
-            save_trained(run.attached, target, tokenizer, config.model.name, config.model.revision)
-        )
+        run.events.message(line)
         write_result(folder, result)
     return result
 

@@ -29,6 +29,19 @@ def test_known_keys_of_one_method_leave_out_those_of_the_others() -> None:
     assert "train.epochs" in known_keys("lora")
 
 
+def test_known_keys_of_one_method_keep_those_of_the_other_axes() -> None:
+    """`bits` under `method: lora` found no suggestion, as if only the method's own keys existed."""
+    for method in ("lora", "full"):
+        assert {"base.bits", "base.double_quant", "strategy.sharding"} <= set(known_keys(method))
+    assert "base.bits" not in known_keys("nf4")
+
+
+def test_the_help_tells_the_values_of_a_base_apart() -> None:
+    text = help_text()
+    for line in ("base.name [nf4] = nf4", "base.double_quant [nf4] = false", "base.bits [hqq] = 4"):
+        assert f"  {line}\n" in text
+
+
 def _sections(node: Any) -> list[dict[str, Any]]:
     """The object schemas that a node of the JSON schema allows, references resolved."""
     if "$ref" in node:

@@ -55,8 +55,14 @@ def test_a_missing_section_does_not_hide_the_other_problems() -> None:
         ({"train": {"optimiser": "sgd"}}, "train.optimiser: unknown key; did you mean train.optimizer?"),
         ({"train": {"rank": 3}}, "train.rank: unknown key; did you mean method.rank?"),
         ({"strategy": {"devices": 2, "timeout": 5}}, "did you mean strategy.timeout_seconds?"),
-        ({"method": "lorra"}, "method.name: 'lorra' is not one of full, lora, loreft; did you mean lora?"),
-        ({"base": "nf4"}, "base.name: 'nf4' is not one of dense"),
+        (
+            {"method": "lorra"},
+            "method.name: 'lorra' is not one of full, lora, dora, loreft, llama_pro; did you mean lora?",
+        ),
+        ({"base": "nf44"}, "base.name: 'nf44' is not one of dense, nf4, hqq; did you mean nf4?"),
+        ({"base": {"name": "hqq", "bit": 4}}, "base.bit: unknown key; did you mean base.bits?"),
+        ({"base": {"name": "nf4", "rank": 4}}, "base.rank: unknown key; did you mean method.rank?"),
+        ({"method": {"name": "lora", "bits": 4}}, "method.bits: unknown key; did you mean base.bits?"),
         ({"train": {"schedule": "cosin"}}, "did you mean cosine?"),
         ({"output": {"trackers": ["tensorbord"]}}, "did you mean tensorboard?"),
         ({"method": {"name": "full", "rank": 3}}, "method.rank: unknown key; known here: name"),
@@ -83,7 +89,16 @@ def test_a_misspelt_name_is_an_error_with_a_suggestion(changes: dict[str, Any], 
         ({"method": {"name": "lora", "layers": [1, "a"]}}, "method.layers"),
         ({"method": {"name": "lora", "layers": -1}}, "method.layers"),
         ({"method": {"name": "loreft", "position": "m3"}}, "method.position"),
+        ({"method": {"name": "dora", "target_modules": "(("}}, "method.target_modules"),
+        ({"method": {"name": "dora", "layers": "8;x"}}, "method.layers"),
+        ({"method": {"name": "dora", "implementation": "peft"}}, "method.implementation"),
+        ({"method": {"name": "llama_pro", "blocks": 0}}, "method.blocks"),
         ({"method": None}, "method"),
+        ({"base": {"bits": 4}}, "base"),
+        ({"base": {"name": "hqq", "bits": 5}}, "base.bits"),
+        ({"base": {"name": "hqq", "group_size": 0}}, "base.group_size"),
+        ({"base": {"name": "hqq", "group_size": 12}}, "base.group_size"),
+        ({"base": {"name": "nf4", "keep_dense": "lm_head"}}, "base.keep_dense"),
         ({"train": None}, "train"),
         ({"train": {"learning_rate": "fast"}}, "train.learning_rate"),
         ({"train": {"learning_rate": float("nan")}}, "train.learning_rate"),
@@ -106,6 +121,24 @@ def test_a_misspelt_name_is_an_error_with_a_suggestion(changes: dict[str, Any], 
 def test_a_value_that_cannot_be_obeyed_is_refused_by_its_key(changes: dict[str, Any], key: str) -> None:
     (problem,) = problems_of(changes)
     assert problem.startswith((f"{key}:", f"{key} "))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"base": {"name": "nf4", "bits": 3}},
+            "base.bits: unknown key; known here: double_quant, ",
+        ),
+        ({"base": {"name": "nf4", "bits": 3}}, "; bits belongs to hqq"),
+        ({"method": {"name": "full", "rank": 3}}, "; rank belongs to lora, dora, loreft"),
+        ({"strategy": {"devices": 4, "shard_devices": 2}}, "; shard_devices belongs to fsdp"),
+    ],
+)
+def test_a_key_of_another_value_of_the_axis_says_whose_it_is(changes: dict[str, Any], expected: str) -> None:
+    """`shard_devices` under ddp was taken for a misspelt `devices`."""
+    (problem,) = problems_of(changes)
+    assert expected in problem
 
 
 def test_a_list_says_which_member_is_wrong_and_not_that_it_is_no_text() -> None:
@@ -208,6 +241,26 @@ class TestWorldSize:
         for strategy in ({}, {"strategy": "ddp"}, {"strategy": {"timeout_seconds": 9.0, "name": "ddp"}}):
             config = validate({**BASE, **strategy}, {"WORLD_SIZE": "3"})
             assert (config.strategy.name, config.strategy.devices) == ("ddp", 3)
+
+    def test_fsdp_takes_it_and_keeps_its_keys(self) -> None:
+        strategy = {"strategy": {"name": "fsdp", "sharding": "grad_op"}}
+        config = validate({**BASE, **strategy}, {"WORLD_SIZE": "4"})
+        assert config.strategy.model_dump(include={"name", "devices", "sharding"}) == {
+            "name": "fsdp",
+            "devices": 4,
+            "sharding": "grad_op",
+        }
+        assert validate({**BASE, "strategy": "fsdp"}, {}).strategy.devices == 2
+
+    def test_a_named_strategy_of_one_process_runs_in_the_one_that_torchrun_started(self) -> None:
+        """It was refused: 2 devices, but 1 process; add the key, which was not there, or remove it."""
+        for name in ("ddp", "fsdp"):
+            config = validate({**BASE, "strategy": name}, {"WORLD_SIZE": "1"})
+            assert (config.strategy.name, config.strategy.devices) == (name, 1)
+
+    def test_another_number_under_fsdp_is_refused(self) -> None:
+        (problem,) = problems_of({"strategy": {"name": "fsdp", "devices": 4}}, {"WORLD_SIZE": "2"})
+        assert "4, but torchrun started 2 processes; add strategy.devices=2" in problem
 
     def test_one_process_is_single(self) -> None:
         assert validate(BASE, {"WORLD_SIZE": "1"}).strategy.name == "single"

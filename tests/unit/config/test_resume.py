@@ -54,6 +54,9 @@ def test_where_it_runs_may_change(tmp_path: Path) -> None:
     overrides = [
         "train.micro_batch_size=2",
         "train.activation_checkpointing=true",
+        "train.checkpoint_every_blocks=2",
+        "train.activation_offload=true",
+        "train.loss_chunk_tokens=256",
         "train.device=cpu",
         "eval.micro_batch_size=7",
         "output.keep_checkpoints=5",
@@ -61,6 +64,8 @@ def test_where_it_runs_may_change(tmp_path: Path) -> None:
     ]
     config = resumed_config(saved_run(tmp_path), overrides, {})
     assert (config.train.micro_batch_size, config.train.activation_checkpointing) == (2, True)
+    assert (config.train.checkpoint_every_blocks, config.train.activation_offload) == (2, True)
+    assert config.train.loss_chunk_tokens == 256
     assert (config.eval.micro_batch_size, config.output.trackers) == (7, ("tensorboard",))
 
 
@@ -77,6 +82,59 @@ def test_the_timeout_survives_a_move(tmp_path: Path) -> None:
     path = saved_run(tmp_path, strategy={"devices": 2, "timeout_seconds": 60.0})
     moved = resumed_config(path, ["strategy.devices=4"], {})
     assert moved.strategy.model_dump() == {"name": "ddp", "devices": 4, "nodes": 1, "timeout_seconds": 60.0}
+
+
+FSDP = {"name": "fsdp", "devices": 2, "timeout_seconds": 60.0, "sharding": "grad_op", "cpu_offload": True}
+
+
+@pytest.mark.parametrize("word", ["strategy.name=fsdp", "strategy=fsdp"])
+def test_a_run_goes_on_under_another_strategy_with_its_devices(tmp_path: Path, word: str) -> None:
+    path = saved_run(tmp_path, strategy={"devices": 4, "nodes": 2, "timeout_seconds": 60.0})
+    strategy = resumed_config(path, [word, "strategy.sharding=grad_op"], {}).strategy
+    assert strategy.model_dump(include={"name", "devices", "nodes", "timeout_seconds", "sharding"}) == {
+        "name": "fsdp",
+        "devices": 4,
+        "nodes": 2,
+        "timeout_seconds": 60.0,
+        "sharding": "grad_op",
+    }
+
+
+def test_the_keys_of_fsdp_do_not_stand_in_the_way_of_ddp(tmp_path: Path) -> None:
+    """The saved run.yaml names every key of fsdp; ddp knows none of them."""
+    path = saved_run(tmp_path, strategy=FSDP)
+    strategy = resumed_config(path, ["strategy.name=ddp"], {}).strategy
+    assert strategy.model_dump() == {"name": "ddp", "devices": 2, "nodes": 1, "timeout_seconds": 60.0}
+
+
+def test_single_and_several_devices_leave_their_number_behind(tmp_path: Path) -> None:
+    several = saved_run(tmp_path, strategy=FSDP)
+    assert resumed_config(several, ["strategy.name=single"], {}).strategy.devices == 1
+    config = resumed_config(saved_run(tmp_path, train={"global_batch_size": 4}), ["strategy.name=fsdp"], {})
+    assert (config.strategy.name, config.strategy.devices) == ("fsdp", 2)
+    assert config.train.micro_batch_size == 2, "the micro-batches follow the default number of devices"
+
+
+def test_another_number_of_devices_leaves_fsdp_as_it_was(tmp_path: Path) -> None:
+    """It became ddp or single by the number alone, and a model that needs sharding ran out of memory."""
+    path = saved_run(tmp_path, strategy=FSDP)
+    for overrides, environ, devices in (
+        (["strategy.devices=4"], {}, 4),
+        (["strategy.devices=1"], {}, 1),
+        ([], {"WORLD_SIZE": "4"}, 4),
+    ):
+        strategy = resumed_config(path, overrides, environ).strategy
+        assert strategy.model_dump(include=set(FSDP)) == {**FSDP, "devices": devices}
+
+
+def test_an_unknown_strategy_gets_a_suggestion(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'fspd' is not one of single, ddp, fsdp; did you mean fsdp"):
+        resumed_config(saved_run(tmp_path), ["strategy.name=fspd"], {})
+
+
+def test_a_broken_world_size_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="WORLD_SIZE: 'two'"):
+        resumed_config(saved_run(tmp_path), [], {"WORLD_SIZE": "two"})
 
 
 @pytest.mark.parametrize(

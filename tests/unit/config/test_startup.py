@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from leantune.config.presets import PRESETS
 
 _RUN_VERB = (
     "import sys; from leantune.cli.main import main\n"
@@ -50,8 +53,43 @@ def test_help_and_schema_need_no_torch(arguments: tuple[str, ...]) -> None:
 
 def test_the_help_of_train_lists_the_keys() -> None:
     stdout, _, _ = run_verb("train", "--help")
-    for key in ("method.position [loreft]", "train.learning_rate = 0.0002", "strategy.devices [ddp]"):
+    for key in (
+        "method.position [loreft]",
+        "train.learning_rate = 0.0002",
+        "strategy.devices [ddp]",
+        "strategy.sharding [fsdp]",
+    ):
         assert key in stdout
+
+
+def test_the_help_of_train_lists_the_presets() -> None:
+    stdout, _, _ = run_verb("train", "--help")
+    for name, preset in PRESETS.items():
+        assert re.search(rf"^  {name} +{re.escape(preset.describe())}$", stdout, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--preset", "qlorra", "model=m", "data.train=x"),
+        ("model=m", "--preset", "qlorra", "data.train=x"),
+        ("model=m", "data.train=x", "--preset=qlorra"),
+    ],
+)
+def test_a_misspelt_preset_is_refused_without_torch(arguments: tuple[str, ...]) -> None:
+    stdout, stderr, _ = run_verb("train", *arguments)
+    assert "CODE 2 HEAVY []" in stdout
+    assert "'qlorra' is not one of full, lora" in stderr
+    assert "did you mean qlora?" in stderr
+
+
+def test_the_command_line_hands_the_preset_on(tmp_path: Path) -> None:
+    """The preset wins over the file and loses to the overrides, or the error would be another."""
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\ndata: {train: x}\nmethod: lora\n")
+    stdout, stderr, _ = run_verb("train", "--preset", "full", str(path), "base=nf4")
+    assert "CODE 2 HEAVY []" in stdout
+    assert "method full × base nf4 × strategy single is refused" in stderr
 
 
 def test_the_package_itself_imports_no_torch() -> None:

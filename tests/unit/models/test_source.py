@@ -98,7 +98,7 @@ def test_pickled_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, pickled, ignore=shutil.ignore_patterns("*.safetensors"))
     torch.save(tiny_model().state_dict(), pickled / "pytorch_model.bin")
     with pytest.raises(ModelError, match="only safetensors are read, never pickled"):
-        load_base("dense", resolve_model(str(pickled)), dtype=torch.float32, device=CPU)
+        load_base("dense", resolve_model(str(pickled)))
 
 
 def test_a_model_that_lacks_weights_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -111,19 +111,19 @@ def test_a_model_that_lacks_weights_is_refused(folder: Path, tmp_path: Path) -> 
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, lacking / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks 1 weights.*model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_base("dense", resolve_model(str(lacking)), dtype=torch.float32, device=CPU)
+        load_base("dense", resolve_model(str(lacking)))
 
 
 def test_the_base_is_frozen_and_has_the_dtype_asked_for(folder: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        model = load_base("dense", resolve_model(str(folder)), dtype=dtype, device=CPU)
+        model = load_base("dense", resolve_model(str(folder)), precision=PRECISIONS[name])
         assert {p.dtype for p in model.parameters()} == {dtype}
         assert not any(p.requires_grad for p in model.parameters())
 
 
 def test_the_attention_kernel_is_obeyed(folder: Path) -> None:
     model: Any = load_base(
-        "dense", resolve_model(str(folder)), dtype=torch.float32, device=CPU, attention="eager"
+        "dense", resolve_model(str(folder)), attention="eager"
     )
     assert model.config._attn_implementation == "eager"
 
@@ -150,7 +150,7 @@ def test_the_fingerprint_is_that_of_the_model_and_not_of_its_place(folder: Path,
     first = fingerprint(configs[0])
     assert fingerprint(configs[1]) == first
     for attention, dtype in (("eager", torch.bfloat16), ("sdpa", torch.float32)):
-        model = load_base("dense", resolve_model(str(folder)), dtype=dtype, device=CPU, attention=attention)
+        model = load_base("dense", resolve_model(str(folder)), precision=PRECISIONS[name], attention=attention)
         assert fingerprint(model.config) == first
         model.config.use_cache = False
         assert fingerprint(model.config) == first

@@ -12,6 +12,7 @@ from leantune.config.schema import TrainSection
 from leantune.data.encode import random_records
 from leantune.errors import ConfigError
 from leantune.strategies.process import World
+from leantune.models.precision import PRECISIONS
 from leantune.train.run import LoopSettings, Run
 from leantune.train.steps import StepPlan, plan_steps
 
@@ -80,7 +81,8 @@ def run_on(num_records: int, seed: int = 3, **train: Any) -> Run:
         seed=seed,
         group_by_length=True,
         max_grad_norm=None,
-        autocast=False,
+        precision=PRECISIONS["fp32"],
+        loss_chunk_tokens=None,
         eval_every_steps=None,
         eval_micro_batch_size=1,
         keep_best=True,

@@ -1,0 +1,290 @@
+"""Building a model on a base, and filling it from the checkpoint with just the rows that a rank holds.
+
+The order: `build_base` makes the model without weights and lets the base pack its layers; methods and
+strategies then work on it; `materialise` gives each rank memory for its own part; `fill` reads into it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from leantune.errors import ModelError
+from leantune.models.anatomy import decoder_blocks
+from leantune.models.empty import empty_model, materialise
+from leantune.models.expand import Expansion, check_same_blocks, expanded_config, new_blocks
+from leantune.models.packed import PackedLinear
+from leantune.models.precision import PRECISIONS, Precision
+from leantune.models.shards import gather_rows, local_rows
+from leantune.models.source import ModelSource, load_config
+from leantune.models.weights import WeightFiles, WeightMap
+
+CPU = torch.device("cpu")
+_SLICE_VALUES = 2**21  # values of a weight that are packed or measured at a time: 8 MiB in fp32
+
+
+class Slot(NamedTuple):
+    """Where a weight of the checkpoint goes; `source` is its name there, None for one that is all zeros."""
+
+    name: str
+    source: str | None
+    module: nn.Module
+    attribute: str
+
+
+@dataclass
+class BuiltBase:
+    """A model without memory, packed as its base says, and the way to its weights."""
+
+    model: PreTrainedModel
+    slots: list[Slot]
+    weights: WeightMap
+    notes: list[str]
+    expansion: Expansion | None
+    _skeleton: Callable[[], PreTrainedModel]
+
+    def skeleton(self) -> PreTrainedModel:
+        """The same model without memory and with layers of its own kind only, as it is saved."""
+        return self._skeleton()
+
+    def original(self, name: str) -> Tensor:
+        """A weight as the checkpoint has it, by its name in the skeleton."""
+        return self.weights.whole(next(slot.source or name for slot in self.slots if slot.name == name))
+
+
+class RowNorms(NamedTuple):
+    """Row norms of a linear layer, float32 [out]: of the checkpoint's weight, and of it as it is stored."""
+
+    unquantised: Tensor
+    stored: Tensor
+
+
+def build_base(
+    name: str,
+    source: ModelSource,
+    precision: Precision,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    attention: str = "auto",
+    expansion: Expansion | None = None,
+) -> BuiltBase:
+    """A model whose weights will be stored as the base `name` says; nothing is read but names.
+
+    With an `expansion` it has new blocks; those, and the new ones of a model saved so, stay dense. Raises `ModelError` if the model cannot be
+    built, has no safetensors, lacks weights, or cannot have this base.
+    """
+    config = load_config(source)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"model.name: {source.name} is quantised already (config.json: quantization_config); name the "
+            "unquantised model and let `base` quantise it"
+        )
+    original = empty_model(source, config, weights=precision.weights)
+    weights = WeightMap(original, WeightFiles(source))
+    build = functools.partial(
+        empty_model,
+        source,
+        config if expansion is None else expanded_config(config, expansion),
+        weights=precision.weights,
+        buffers=precision.buffers,
+        attention=attention,
+    )
+    model = build()
+    sources = _sources(model, weights, source, expansion)
+    if expansion is not None:
+        check_same_blocks(original, model, expansion)
+    blocks = list(decoder_blocks(model))
+    leave = [blocks[index] for index in new_blocks(model.config) or ()]
+    notes: list[str] = importlib.import_module(f"leantune.bases.{name}").pack(
+        model, leave=leave, **(settings or {})
+    )
+    slots = [Slot(name, place, *_owner(model, name)) for name, place in sources.items()]
+    return BuiltBase(model, slots, weights, notes, expansion, build)
+
+
+def load_base(
+    name: str,
+    source: ModelSource,
+    *,
+    precision: Precision = PRECISIONS["fp32"],
+    device: torch.device = CPU,
+    attention: str = "auto",
+    settings: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A frozen model on `device` with its weights stored as the base `name` says, ready for use."""
+    base = build_base(name, source, precision, settings=settings, attention=attention)
+    materialise(base.model, device)
+    fill(base, device)
+    return base.model
+
+
+@torch.no_grad()
+def fill(
+    base: BuiltBase, device: torch.device, norms_of: Collection[nn.Module] = ()
+) -> dict[nn.Module, RowNorms]:
+    """Read this rank's rows of every weight, packing as they come; `device` is where packing computes.
+
+    Returns the row norms of the linear layers in `norms_of`. A collective where parameters are sharded:
+    every rank calls it. Raises `ModelError` for a shape that does not fit, or a value beyond fp16.
+    """
+    wanted = set(norms_of)
+    norms: dict[nn.Module, RowNorms] = {}
+    with base.weights.files.reading():
+        for slot in base.slots:
+            found: RowNorms | None
+            if isinstance(slot.module, PackedLinear) and slot.attribute == "weight":
+                found = _fill_packed(base, slot, slot.module, device, slot.module in wanted)
+            else:
+                found = _fill_dense(base, slot, slot.attribute == "weight" and slot.module in wanted)
+            if found is not None:
+                norms[slot.module] = found
+    base.weights.forget()
+    return norms
+
+
+def _sources(
+    model: PreTrainedModel, weights: WeightMap, source: ModelSource, expansion: Expansion | None
+) -> dict[str, str | None]:
+    """The name in the checkpoint of every weight of the model; tied weights count once."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    original = expansion.names(model) if expansion else lambda name: (name, False)
+    found: dict[str, str | None] = {}
+    missing: list[str] = []
+    for aliases in names.values():
+        places = [original(alias) for alias in aliases]
+        known = [place for place, _ in places if place in weights]
+        if not known:
+            missing.append(aliases[0])
+        else:
+            found[aliases[0]] = None if places[0][1] else known[0]
+    if missing:
+        raise ModelError(
+            f"model.name: {source.name} lacks {len(missing)} weights of {type(model).__name__}: "
+            f"{', '.join(missing[:5])}; it is not a complete causal language model"
+        )
+    return found
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    parent, _, attribute = name.rpartition(".")
+    return model.get_submodule(parent), attribute
+
+
+def _fill_dense(base: BuiltBase, slot: Slot, with_norms: bool) -> RowNorms | None:
+    target: Tensor = getattr(slot.module, slot.attribute)
+    rows = local_rows(target)
+    if slot.source is None:
+        rows.local.zero_()
+        return None
+    _check_shape(base, slot, tuple(target.shape))
+    if target.ndim == 0:
+        rows.local.copy_(base.weights.whole(slot.source))
+    elif rows.local.numel():
+        rows.local.copy_(base.weights.rows(slot.source, rows.start, rows.stop))
+    if rows.local.dtype == torch.float16:
+        _check_fp16(rows.local, slot)
+    if not with_norms:
+        return None
+    if isinstance(slot.module, nn.Linear):
+        local = _joined([part.float().norm(dim=1) for part in _slices(rows.local)], rows.local)
+        whole = gather_rows(target, local)
+    else:  # a row of the matrix is a column of the tensor, spread over all ranks: read it once more
+        whole = torch.cat([part.norm(dim=1) for part in _read_rows(base, slot, 0, target.shape[1], True)])
+    return RowNorms(whole, whole)
+
+
+def _fill_packed(
+    base: BuiltBase, slot: Slot, layer: PackedLinear, device: torch.device, with_norms: bool
+) -> RowNorms | None:
+    assert slot.source is not None
+    shape = (layer.out_features, layer.in_features)
+    _check_shape(base, slot, shape[::-1] if layer.transposed else shape)
+    targets = {name: getattr(layer, name) for name in layer.packed_names}
+    first = next(iter(targets.values()))
+    rows = local_rows(first)
+    later: dict[str, list[Tensor]] = {name: [] for name in layer.unfinished()}
+    norms: list[tuple[Tensor, Tensor]] = []
+    at = 0
+    for part in _read_rows(base, slot, rows.start, rows.stop, layer.transposed):
+        part = part.to(device)
+        packed = layer.pack(part)
+        for name, value in packed.items():
+            if name in later:
+                later[name].append(value)
+            else:
+                local_rows(targets[name]).local[at : at + len(part)].copy_(value)
+        if with_norms:
+            norms.append((part.norm(dim=1), layer.unpack(packed).norm(dim=1)))
+        at += len(part)
+    if later:
+        _finish(layer, later, targets, first, device)
+    if not with_norms:
+        return None
+    columns = [[one for one, _ in norms], [other for _, other in norms]]
+    return RowNorms(*(gather_rows(first, _joined(column, first)) for column in columns))
+
+
+def _finish(
+    layer: PackedLinear,
+    later: Mapping[str, list[Tensor]],
+    targets: Mapping[str, Tensor],
+    like: Tensor,
+    device: torch.device,
+) -> None:
+    """What depends on the whole matrix: gathered, computed on every rank, cut to this rank's rows."""
+    template = layer.pack(torch.zeros(1, layer.in_features, device=device))
+    whole = {
+        name: gather_rows(like, torch.cat([template[name][:0], *parts])) for name, parts in later.items()
+    }
+    for name, value in layer.finish(whole).items():
+        if name in targets:
+            rows = local_rows(targets[name])
+            rows.local.copy_(value[rows.start : rows.stop])
+        else:
+            setattr(layer, name, value)
+
+
+def _read_rows(base: BuiltBase, slot: Slot, start: int, stop: int, transposed: bool) -> Iterator[Tensor]:
+    """Rows of the matrix [out, in] in float32, a slice at a time."""
+    assert slot.source is not None
+    shape = base.weights.shape(slot.source)
+    step = max(1, _SLICE_VALUES // shape[0 if transposed else 1])
+    for at in range(start, stop, step):
+        part = base.weights.rows(slot.source, at, min(at + step, stop), columns=transposed)
+        yield (part.t() if transposed else part).to(torch.float32).contiguous()
+
+
+def _slices(matrix: Tensor) -> Iterator[Tensor]:
+    step = max(1, _SLICE_VALUES // matrix.shape[1])
+    return (matrix[at : at + step] for at in range(0, len(matrix), step))
+
+
+def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(0, device=like.device), *parts])
+
+
+def _check_shape(base: BuiltBase, slot: Slot, expected: tuple[int, ...]) -> None:
+    assert slot.source is not None
+    shape = base.weights.shape(slot.source)
+    if shape != expected:
+        raise ModelError(
+            f"model.name: {base.weights.files.source.name}: {slot.source} is {shape} in the checkpoint, but "
+            f"the configuration asks for {expected}; config.json and the weights do not belong together"
+        )
+
+
+def _check_fp16(local: Tensor, slot: Slot) -> None:
+    if not bool(torch.isfinite(local).all()):
+        raise ModelError(
+            f"train.precision: fp16_mixed: {slot.name} has values beyond the range of fp16 (65504); "
+            "use bf16_mixed or fp32"
+        )

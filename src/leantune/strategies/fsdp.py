@@ -1,0 +1,164 @@
+"""Every rank holds some rows of each weight (FSDP2); a block's weights are gathered while it computes.
+
+Frozen weights are sharded as they are, packed ones too. Tiny trained parameters (interventions,
+small adapters) stay whole on every rank, outside FSDP2, and their gradients are summed once a step.
+No mixed-precision policy is set: what is gathered has the dtype that it is stored in, and autocast
+chooses that of the computation, so block scales and fp32 parameters are never cast on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from leantune.errors import ModelError
+from leantune.models.anatomy import decoder_blocks, output_head
+from leantune.strategies.placement import ShardedPlacement
+from leantune.strategies.process import World
+from leantune.strategies.reduce import sum_over_ranks
+
+# Trained parameters with less than this are kept whole on each rank: with gradients and two moments in
+# fp32 they take at most four times as much there.
+_REPLICATED_BYTES = 64 * 2**20
+
+
+def place(
+    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
+    world: World,
+    *,
+    sharding: str = "full",
+    shard_devices: int | None = None,
+    cpu_offload: bool = False,
+    adapter: str = "auto",
+    sync_every_micro_batch: bool = False,
+    devices_per_node: int | None = None,
+    new_parameters: frozenset[str] = frozenset(),
+    always_whole: bool = False,
+) -> ShardedPlacement:
+    """Shard the model in place: its decoder blocks one by one, then the rest.
+
+    `new_parameters` are those of an adapter, which `adapter` places; `always_whole`: the method cannot
+    have them sharded. The wrapping needs no list of classes: blocks are what `decoder_blocks` finds.
+    """
+    _check_torch(model)
+    _join_alone(world)
+    mesh, groups = _mesh(world, sharding, shard_devices or devices_per_node or world.size)
+    replicated, reason = _replicated(trainable, new_parameters, adapter, always_whole)
+    whole = {p for n, p in trainable.items() if n in replicated}
+    whole |= {p for p in model.parameters() if p.ndim == 0}  # a scalar has no rows
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": whole}
+    reshard = sharding in ("full", "hybrid")
+    for block in decoder_blocks(model).values():
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    sharded = frozenset(trainable.keys() - replicated)
+    root: Any = model
+    if sharded and hasattr(root, "set_reduce_scatter_unused_params"):
+        root.set_reduce_scatter_unused_params(True)  # experts that got no token on one rank
+    return _Fsdp(
+        root,
+        world,
+        mesh,
+        sharded=sharded,
+        cpu_offload=cpu_offload,
+        sync_always=sync_every_micro_batch,
+        lines=[_describe(sharding, groups, world, cpu_offload), *reason],
+    )
+
+
+class _Fsdp(ShardedPlacement):
+    def __init__(
+        self,
+        root: FSDPModule,
+        world: World,
+        mesh: DeviceMesh,
+        *,
+        sharded: frozenset[str],
+        cpu_offload: bool,
+        sync_always: bool,
+        lines: list[str],
+    ) -> None:
+        super().__init__(world.device, sharded)
+        self._root = root
+        self._world_size = world.size
+        self._shards = mesh.get_group("shard")
+        self._cpu_offload = cpu_offload
+        self._sync_always = sync_always
+        self._lines = lines
+
+    def describe(self) -> list[str]:
+        return self._lines
+
+    def parameters_device(self) -> torch.device:
+        return torch.device("cpu") if self._cpu_offload else self.device
+
+    def begin_pass(self, last: bool) -> None:
+        if self.sharded and not self._sync_always:
+            self._root.set_requires_gradient_sync(last)
+
+    def sum_over_ranks(self, tensors: Sequence[Tensor]) -> None:
+        sum_over_ranks(tensors)
+
+    def _summed(self, mean: Tensor) -> Tensor:
+        return mean.mul_(self._world_size)  # FSDP2 leaves the mean over all ranks
+
+    def _sum_over_shards(self, scalar: Tensor) -> None:
+        dist.all_reduce(scalar, group=self._shards)
+
+
+def _check_torch(model: nn.Module) -> None:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < (2, 12) and any(not p.is_floating_point() for p in model.parameters()):
+        raise ModelError(
+            f"base: packed weights cannot be sharded by torch {torch.__version__}, whose FSDP2 wants gradients "
+            "of every parameter it shards; use torch 2.12 or later, base: dense, or strategy: ddp"
+        )
+
+
+def _join_alone(world: World) -> None:
+    """FSDP2 needs a process group, even of one."""
+    if not dist.is_initialized():
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=30)
+        )
+
+
+def _mesh(world: World, sharding: str, shard_devices: int) -> tuple[DeviceMesh, int]:
+    """The devices as a line, or for hybrid as groups of `shard_devices`; and the number of groups."""
+    kind = world.device.type
+    if not sharding.startswith("hybrid"):
+        return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",)), 1
+    groups = world.size // shard_devices
+    return init_device_mesh(kind, (groups, shard_devices), mesh_dim_names=("copy", "shard")), groups
+
+
+def _replicated(
+    trainable: Mapping[str, nn.Parameter], new: frozenset[str], adapter: str, always_whole: bool
+) -> tuple[frozenset[str], list[str]]:
+    """Names of the trained parameters that stay whole on every rank, and the line that says so."""
+    if always_whole:
+        return frozenset(trainable), ["the trained parameters are whole on every rank"]
+    if not new:
+        return frozenset(), []
+    size = sum(trainable[name].numel() * trainable[name].element_size() for name in new)
+    keep = adapter == "replicated" or (adapter == "auto" and size < _REPLICATED_BYTES)
+    asked = "as asked" if adapter != "auto" else f"{'less' if keep else 'more'} than {_REPLICATED_BYTES >> 20} MiB"
+    where = "whole on every rank, one all-reduce a step" if keep else "sharded like the weights"
+    return new if keep else frozenset(), [f"adapter of {size / 2**20:.1f} MiB: {where} ({asked})"]
+
+
+def _describe(sharding: str, groups: int, world: World, cpu_offload: bool) -> str:
+    kept = "kept gathered between forward and backward" if "grad_op" in sharding else "gathered for each block"
+    copies = f", {groups} copies" if groups > 1 else ""
+    host = "; parameters and optimizer in host memory" if cpu_offload else ""
+    return f"weights sharded over {world.size // groups} devices{copies}, {kept}{host}"

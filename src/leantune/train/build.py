@@ -1,0 +1,109 @@
+"""The model of a run on one rank. The order is law: base, method, placement, memory, weights."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from leantune.bases import BuiltBase, build_base, fill
+from leantune.config.schema import RunConfig
+from leantune.errors import ConfigError
+from leantune.methods import Attached, attach
+from leantune.models.empty import materialise
+from leantune.models.expand import Expansion, check_identity, new_blocks, plan_expansion
+from leantune.models.precision import Precision, choose_precision
+from leantune.models.recompute import recompute_blocks
+from leantune.models.source import load_config, resolve_model
+from leantune.strategies.placement import Placement
+from leantune.strategies.process import World
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model that is ready to train, and lines that say what it is made of."""
+
+    model: PreTrainedModel
+    base: BuiltBase
+    attached: Attached
+    placement: Placement
+    lines: list[str]
+
+
+def build_model(config: RunConfig, world: World) -> BuiltModel:
+    """Build, shard and load the model; a collective, every rank calls it."""
+    precision = choose_precision(config.train.precision, world.device)
+    base, attached = attach_method(config, precision)
+    frozen = {name for name, _ in _named(base)}
+    strategy = config.strategy
+    placement: Placement = importlib.import_module(f"leantune.strategies.{strategy.name}").place(
+        base.model, attached.trainable(), world, **_placing(config, attached, frozen)
+    )
+    materialise(base.model, world.device, placement.parameters_device())
+    targets = attached.row_norm_targets()
+    norms = fill(base, world.device, norms_of=list(targets.values()))
+    for name, module in targets.items():
+        attached.set_row_norms(name, *norms[module])
+    placement.take(attached.trainable())
+    if base.expansion is not None:
+        check_identity(base.model, base.expansion)
+    lines = [*base.notes, *attached.describe(), *placement.describe()]
+    return BuiltModel(base.model, base, attached, placement, lines)
+
+
+def attach_method(config: RunConfig, precision: Precision) -> tuple[BuiltBase, Attached]:
+    """The base with the run's method on it, still without memory; raises `ModelError` if that cannot be."""
+    section, method, train = config.model, config.method, config.train
+    source = resolve_model(section.name, section.revision, section.trust_remote_code)
+    base = build_base(
+        config.base.name,
+        source,
+        precision,
+        settings=config.base.model_dump(exclude={"name"}),
+        attention=section.attention,
+        expansion=_expansion(config, load_config(source)),
+    )
+    attached = attach(method.name, base.model, method.model_dump(exclude={"name"}), train.seed)
+    with torch.no_grad():
+        for parameter in attached.trainable().values():
+            parameter.data = parameter.data.to(precision.trained)
+    if train.activation_checkpointing:
+        recompute_blocks(base.model, train.checkpoint_every_blocks, train.activation_offload)
+    return base, attached
+
+
+def _expansion(config: RunConfig, model_config: Any) -> Expansion | None:
+    """The new blocks that the method asks for; none if the model was expanded before."""
+    blocks = getattr(config.method, "blocks", None)
+    present = new_blocks(model_config)
+    if blocks is None or (present is not None and len(present) == blocks):
+        return None
+    if present is not None:
+        raise ConfigError(
+            f"method.blocks: {blocks}, but {config.model.name} was expanded by {len(present)} blocks already; "
+            f"set method.blocks to {len(present)} to train those"
+        )
+    return plan_expansion(model_config, blocks)
+
+
+def _named(base: BuiltBase) -> list[tuple[str, Any]]:
+    """The parameters that come from the checkpoint."""
+    meta = torch.device("meta")
+    return [(name, p) for name, p in base.model.named_parameters() if p.device == meta]
+
+
+def _placing(config: RunConfig, attached: Attached, from_checkpoint: set[str]) -> dict[str, Any]:
+    """What the strategy is told: its own settings, and which trained parameters are an adapter's."""
+    if config.strategy.name != "fsdp":
+        return {}
+    strategy = config.strategy
+    new = frozenset(attached.trainable()) - from_checkpoint
+    return {
+        **strategy.model_dump(exclude={"name", "devices", "nodes", "timeout_seconds"}),
+        "devices_per_node": strategy.devices // strategy.nodes,
+        "new_parameters": new,
+        "always_whole": attached.always_whole,
+    }
