@@ -5,14 +5,13 @@
     model = leantune.load(result.folder)
     print(model.generate("How many singers are older than 30?"))
 
-Importing the package imports no torch; the first use of a verb does.
+Importing the package imports neither torch nor pydantic; the first use of a verb does.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from leantune.config import RunConfig
 from leantune.errors import (
     CheckpointError,
     ConfigError,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
         resume,
         train,
     )
+    from leantune.config import RunConfig
 
 __version__ = "0.1.0"
 
@@ -75,8 +75,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FROM_API:
+    home = "leantune.api" if name in _FROM_API else "leantune.config" if name == "RunConfig" else None
+    if home is not None:
         import importlib
 
-        return getattr(importlib.import_module("leantune.api"), name)
+        return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module 'leantune' has no attribute {name!r}")

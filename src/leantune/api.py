@@ -197,7 +197,7 @@ def merge(run: str | Path, target: str | Path, *, base: str | None = None) -> li
 
 
 def expand(model: str | Path, target: str | Path, *, blocks: int, revision: str | None = None) -> list[str]:
-    """Write a copy of a model with new decoder blocks that add nothing yet; returns lines of what was checked.
+    """Write a copy of a model with new decoder blocks that add nothing yet; returns what was checked.
 
     Training them is Llama-Pro (arXiv 2401.02415). The copy is an ordinary Hugging Face folder.
     """

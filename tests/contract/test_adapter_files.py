@@ -155,7 +155,6 @@ def test_an_adapter_folder_holds_small_files_that_need_no_unpickling(method: str
     ("key", "value"),
     [
         ("peft_type", "LOHA"),
-        ("use_dora", True),
         ("bias", "all"),
         ("modules_to_save", ["lm_head"]),
         ("rank_pattern", {"q_proj": 2}),

@@ -1,4 +1,4 @@
-"""Llama-Pro on every architecture: identity at the start, only new blocks trained, an ordinary model at the end."""
+"""Llama-Pro on every architecture: identity at first, only new blocks trained, an ordinary model at last."""
 
 from __future__ import annotations
 
@@ -167,9 +167,9 @@ def test_the_command_writes_a_complete_folder(tokenizer: Any, tmp_path: Path, ca
 def test_sharded_files_in_half_precision(architecture: str, tokenizer: Any, tmp_path: Path) -> None:
     """Tied embeddings, experts that lie one by one in the files, and an index; dtypes stay."""
     model: Any = tiny_model(architecture, vocab_size=max(320, len(tokenizer)))
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "source", max_shard_size="60KB")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "source", max_shard_size="40KB")
     assert len(list((tmp_path / "source").glob("*.safetensors"))) > 1
-    limit = 60_000
+    limit = 40_000
     expand_model(resolve_model(str(tmp_path / "source")), 2, tmp_path / "wide", limit)
     files = list((tmp_path / "wide").glob("*.safetensors"))
     assert len(files) > 2
@@ -185,6 +185,7 @@ def test_sharded_files_in_half_precision(architecture: str, tokenizer: Any, tmp_
 def test_files_without_the_prefix_of_the_base_model(tokenizer: Any, tmp_path: Path) -> None:
     """The files of GPT-2 on the hub say `h.0.attn`, and hold masks that the model makes itself."""
     source = save_tiny(tmp_path / "source", tokenizer, "gpt2")
+    expected = logits(loaded(source))
     path = source / "model.safetensors"
     tensors = {key.removeprefix("transformer."): value for key, value in load_file(path).items()}
     tensors["h.3.attn.leftover"] = torch.ones(3)  # the index of a layer that exists only in the new model
@@ -193,7 +194,7 @@ def test_files_without_the_prefix_of_the_base_model(tokenizer: Any, tmp_path: Pa
     keys = set(load_file(tmp_path / "wide" / "model.safetensors"))
     assert {"h.5.attn.c_attn.weight", "wte.weight"} <= keys
     assert not any("leftover" in key for key in keys)
-    assert torch.equal(logits(loaded(tmp_path / "wide")), logits(loaded(source)))
+    assert torch.equal(logits(loaded(tmp_path / "wide")), expected)
 
 
 def test_an_expanded_model_can_be_expanded_again(tokenizer: Any, tmp_path: Path) -> None:
@@ -227,7 +228,8 @@ def test_what_cannot_be_expanded_is_refused_and_leaves_nothing(tokenizer: Any, t
     assert "lacks 1 weights of LlamaForCausalLM: model.norm.weight" in refused(source, target)
     weights.rename(source / "pytorch_model.bin")
     message = refused(source, target)
-    assert ".bin" in message and "save_pretrained" in message
+    assert ".bin" in message
+    assert "save_pretrained" in message
     target.mkdir()
     (target / "precious.txt").write_text("mine")
     assert "exists already" in refused(source, target)

@@ -208,29 +208,27 @@ def _fill_packed(
     assert slot.source is not None
     shape = (layer.out_features, layer.in_features)
     _check_shape(base, slot, shape[::-1] if layer.transposed else shape)
-    targets = {name: getattr(layer, name) for name in layer.packed_names}
+    targets: dict[str, Tensor] = {name: getattr(layer, name) for name in layer.packed_names}
     first = next(iter(targets.values()))
     rows = local_rows(first)
     later: dict[str, list[Tensor]] = {name: [] for name in layer.unfinished()}
-    norms: list[tuple[Tensor, Tensor]] = []
+    norms: list[Tensor] = []
     at = 0
     for part in _read_rows(base, slot, rows.start, rows.stop, layer.transposed):
         part = part.to(device)
-        packed = layer.pack(part)
-        for name, value in packed.items():
+        for name, value in layer.pack(part).items():
             if name in later:
                 later[name].append(value)
             else:
                 local_rows(targets[name]).local[at : at + len(part)].copy_(value)
         if with_norms:
-            norms.append((part.norm(dim=1), layer.unpack(packed).norm(dim=1)))
+            norms.append(part.norm(dim=1))
         at += len(part)
-    if later:
-        _finish(layer, later, targets, first, device)
+    refined = _finish(layer, later, targets, first, device) if later else {}
     if not with_norms:
         return None
-    columns = [[one for one, _ in norms], [other for _, other in norms]]
-    return RowNorms(*(gather_rows(first, _joined(column, first)) for column in columns))
+    stored = [chunk.norm(dim=1) for chunk in _unpacked(layer, targets, refined, device)]
+    return RowNorms(*(gather_rows(first, _joined(column, first)) for column in (norms, stored)))
 
 
 def _finish(
@@ -239,18 +237,33 @@ def _finish(
     targets: Mapping[str, Tensor],
     like: Tensor,
     device: torch.device,
-) -> None:
+) -> dict[str, Tensor]:
     """What depends on the whole matrix: gathered, computed on every rank, cut to this rank's rows."""
     template = layer.pack(torch.zeros(1, layer.in_features, device=device))
     whole = {
         name: gather_rows(like, torch.cat([template[name][:0], *parts])) for name, parts in later.items()
     }
-    for name, value in layer.finish(whole).items():
+    finished = layer.finish(whole)
+    for name, value in finished.items():
         if name in targets:
             rows = local_rows(targets[name])
             rows.local.copy_(value[rows.start : rows.stop])
         else:
             setattr(layer, name, value)
+    return layer.refined(finished)
+
+
+def _unpacked(
+    layer: PackedLinear, targets: Mapping[str, Tensor], refined: Mapping[str, Tensor], device: torch.device
+) -> Iterator[Tensor]:
+    """This rank's rows as the layer computes with them, float32, a slice at a time."""
+    rows = {name: local_rows(target) for name, target in targets.items()}
+    first = next(iter(rows.values()))
+    step = max(1, _SLICE_VALUES // layer.in_features)
+    for at in range(0, len(first.local), step):
+        part = {name: held.local[at : at + step].to(device) for name, held in rows.items()}
+        part |= {n: v[first.start + at : first.start + at + len(part[n])] for n, v in refined.items()}
+        yield layer.unpack(part)
 
 
 def _read_rows(base: BuiltBase, slot: Slot, start: int, stop: int, transposed: bool) -> Iterator[Tensor]:

@@ -100,6 +100,11 @@ class Nf4Linear(PackedLinear):
         codes, nested, offset = quantise_scales(whole["scales"])
         return {"scales": codes, "nested_scales": to_bytes(nested), "scale_offset": to_bytes(offset)}
 
+    def refined(self, finished: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The float32 scales [out, in/64] that the 8-bit ones stand for."""
+        nested, offset = from_bytes(finished["nested_scales"]), from_bytes(finished["scale_offset"])
+        return {"scales": dequantise_scales(finished["scales"], nested, offset)}
+
     def extra_repr(self) -> str:
         """What `print(model)` says of the layer."""
         return (

@@ -1,4 +1,4 @@
-"""Expanding a model on disk (Llama-Pro): a new folder with copied blocks that add nothing, proved by its logits.
+"""Expanding a model on disk (Llama-Pro): a new folder with blocks that add nothing, proved by its logits.
 
 The weights go from file to file as bytes. The proof runs the old and the new model on a few tokens
 with the weights of one block in memory at a time.
@@ -125,8 +125,8 @@ def _tensors(plan: _Plan) -> dict[str, Copied]:
                 new_key = key
             if new_key in found and found[new_key].zero != zero:
                 raise ModelError(
-                    f"model.name: {plan.source.name} keeps in one tensor ({key}) what writes into the residual "
-                    "stream and what does not; expand it while training instead (method: llama_pro)"
+                    f"model.name: {plan.source.name} keeps in one tensor ({key}) what writes into the "
+                    "residual stream and what does not; expand it while training instead (method: llama_pro)"
                 )
             found[new_key] = Copied(stored[key], zero)
     return found
@@ -174,8 +174,8 @@ def _check(plan: _Plan, folder: Path) -> None:
             return
         check_identity(plan.wide, plan.expansion)
     raise ModelError(
-        f"model.name: the logits of {plan.source.name} change when blocks are added, although these are identities: "
-        "the model itself depends on its number of layers; use another method"
+        f"model.name: the logits of {plan.source.name} change when blocks are added, although these are "
+        "identities: the model itself depends on its number of layers; use another method"
     )
 
 

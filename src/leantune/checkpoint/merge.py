@@ -48,8 +48,8 @@ def merge_run(path: Path, target: Path, base: str | None = None) -> list[str]:
     if packed:
         base_name = trained.config.base.name if trained.config else "packed"
         lines.append(
-            f"{packed} linear layers hold the weights of the {base_name} base that the adapter was trained "
-            "against, unpacked to fp32 and with its update, not those of the checkpoint"
+            f"the weights of {packed} linear layers come from the {base_name} base that was trained against, "
+            "unpacked to fp32, not from the checkpoint"
         )
     merged = load_base("dense", resolve_model(str(target)))
     difference = float((_logits(merged.eval(), samples) - expected).abs().max())

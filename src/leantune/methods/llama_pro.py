@@ -74,8 +74,8 @@ def attach(model: nn.Module, *, seed: int, blocks: int) -> Attached:
         )
     if len(new) != blocks:
         raise ModelError(
-            f"method.blocks: {blocks}, but this model was expanded by {len(new)} (config.json: {NEW_BLOCKS_KEY}); "
-            f"set method.blocks={len(new)}, or expand the original model anew"
+            f"method.blocks: {blocks}, but this model was expanded by {len(new)} (config.json: "
+            f"{NEW_BLOCKS_KEY}); set method.blocks={len(new)}, or expand the original model anew"
         )
     names = list(decoder_blocks(model).items())
     model.requires_grad_(False)

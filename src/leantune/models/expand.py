@@ -11,6 +11,7 @@ import copy
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -58,8 +59,8 @@ def plan_expansion(config: Any, blocks: int) -> Expansion:
     num_layers = int(config.get_text_config(decoder=True).num_hidden_layers)
     if not 1 <= blocks <= num_layers:
         raise ModelError(
-            f"method.blocks: {blocks} new blocks; the model has {num_layers}, and each is copied at most once: "
-            f"expected 1 to {num_layers}"
+            f"method.blocks: {blocks} new blocks; the model has {num_layers}, and each is copied at most "
+            f"once: expected 1 to {num_layers}"
         )
     copied = {(i + 1) * num_layers // blocks - 1 for i in range(blocks)}
     origins: list[int] = []
@@ -121,7 +122,7 @@ def _are_layers(values: list[Any], num_layers: int) -> bool:
     """Whether a list names layers by their index, rather than giving a value for each."""
     if any(type(value) is not int or not 0 <= value < num_layers for value in values):
         return False
-    rising = all(a < b for a, b in zip(values, values[1:], strict=False))
+    rising = all(a < b for a, b in pairwise(values))
     # [0] and [0, 1] are switches of models with one and two layers as well; those are lists of values.
     return rising and (len(values) < num_layers or num_layers > 2)
 
@@ -203,9 +204,10 @@ def check_same_blocks(source: nn.Module, expanded: nn.Module, expansion: Expansi
             is_index = type(mine.get(key)) is int and (mine[key], theirs.get(key)) == (index, origin)
             if mine.get(key) != theirs.get(key) and not is_index:
                 raise ModelError(
-                    f"method.blocks: {name} of the expanded model is built differently from block {origin} that it "
-                    f"comes from ({key}: {mine.get(key)} instead of {theirs.get(key)}): this kind of model "
-                    "decides by a layer's index what it is; choose another number of blocks, or another method"
+                    f"method.blocks: {name} of the expanded model is built differently from block {origin} "
+                    f"that it comes from ({key}: {mine.get(key)} instead of {theirs.get(key)}): this kind of "
+                    "model decides by a layer's index what it is; choose another number of blocks, or "
+                    "another method"
                 )
 
 
@@ -267,9 +269,10 @@ def check_identity(model: nn.Module, expansion: Expansion) -> None:
         index = int(changed[0].rpartition(".")[2])
         written = residual_writers(dict(blocks)[changed[0]], int(text_config(model).hidden_size))
         raise ModelError(
-            f"method llama_pro: the new block {changed[0]} (a copy of block {expansion.origins[index]}) is not an "
-            f"identity: its output differs from its input although {', '.join(written) or 'nothing'} is zero. This "
-            "kind of block cannot be expanded (it scales or norms the residual stream itself); use another method"
+            f"method llama_pro: the new block {changed[0]} (a copy of block {expansion.origins[index]}) is "
+            f"not an identity: its output differs from its input, although {', '.join(written) or 'nothing'} "
+            "should be zero. This kind of block cannot be expanded (it scales or norms the residual stream "
+            "itself); use another method"
         )
 
 

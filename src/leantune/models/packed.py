@@ -22,6 +22,7 @@ class PackedLinear(nn.Module):
     """
 
     packed_names: tuple[str, ...] = ()
+    bias: nn.Parameter | None
 
     def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None, transposed: bool) -> None:
         super().__init__()
@@ -56,6 +57,10 @@ class PackedLinear(nn.Module):
 
     def finish(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Final values, from those of `pack` for all `out` rows, of the `unfinished` tensors and of buffers."""
+        raise NotImplementedError
+
+    def refined(self, finished: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What `unpack` takes for all rows in the place of the `unfinished` tensors, from `finish`'s values."""
         raise NotImplementedError
 
     def to_dense(self) -> nn.Module:

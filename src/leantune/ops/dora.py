@@ -12,7 +12,8 @@ from torch import Tensor
 
 def row_norms(weight: Tensor) -> Tensor:
     """The length of each row of a weight [out, in]: [out], in float32 or wider."""
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    # Contiguous, so that a transposed weight's norms are summed in the same order, to the same last bit.
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32)).contiguous()
     return wide.norm(dim=1)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 

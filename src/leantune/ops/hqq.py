@@ -61,9 +61,8 @@ def dequantise(
     step = max(1, (_SLICE_VALUES if codes_nb.device.type == "cpu" else 64 * _SLICE_VALUES) // in_features)
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        values = (
-            unpack_codes(codes_nb[part], bits, in_features).float().view(-1, groups, in_features // groups)
-        )
+        codes_ni = unpack_codes(codes_nb[part], bits, in_features)
+        values = codes_ni.float().view(-1, groups, in_features // groups)
         values.sub_(zero_nk[part].unsqueeze(2)).mul_(scale_nk[part].unsqueeze(2))
         weight_ni[part] = values.view(-1, in_features)
     return weight_ni
