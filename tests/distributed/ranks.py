@@ -38,7 +38,7 @@ _started: list[Any] = []
 
 def warm_up() -> None:
     """Start the server, so that the seconds of its imports count for no test."""
-    _fork(bool).join()
+    fork(bool).join()
 
 
 def end_all() -> None:
@@ -49,7 +49,8 @@ def end_all() -> None:
     _started.clear()
 
 
-def _fork(target: Callable[..., object], *arguments: object) -> Any:
+def fork(target: Callable[..., object], *arguments: object) -> Any:
+    """A process of the server that runs `target(*arguments)`; it is ended with the test."""
     process = _SERVER.Process(target=target, args=arguments, daemon=True)
     process.start()
     _started.append(process)
@@ -80,6 +81,7 @@ def make_run(
     model: Path,
     records: EncodedRecords,
     validation: EncodedRecords | None = None,
+    /,
     *,
     devices: int = 1,
     **sections: Any,
@@ -158,7 +160,7 @@ def start(
     logs = [meeting / f"log-{rank}" for rank in range(size)]
     places = [str((folders or {}).get(rank, folder).path) for rank in range(size)]
     processes = [
-        _fork(_rank, place, rank, size, str(meeting), before, options) for rank, place in enumerate(places)
+        fork(_rank, place, rank, size, str(meeting), before, options) for rank, place in enumerate(places)
     ]
     return Ranks(folder, processes, logs)
 
@@ -166,10 +168,10 @@ def start(
 def command(*arguments: str, cwd: Path, name: str = "command", **environ: str) -> Ranks:
     """Fork one `leantune ARGUMENTS` in the folder `cwd`; the workers that it launches are new processes."""
     log = cwd / f"{name}.log"
-    return Ranks(RunFolder(cwd / "run"), [_fork(_command, arguments, str(cwd), str(log), environ)], [log])
+    return Ranks(RunFolder(cwd / "run"), [fork(_command, arguments, str(cwd), str(log), environ)], [log])
 
 
-def run(path: Path, model: Path, records: EncodedRecords, *more: Any, **sections: Any) -> Ranks:
+def run(path: Path, model: Path, records: EncodedRecords, /, *more: Any, **sections: Any) -> Ranks:
     """`make_run` and `start`."""
     return start(make_run(path, model, records, *more, **sections))
 
@@ -283,16 +285,7 @@ def samples(path: Path) -> list[list[int]]:
 def _rank(
     folder: str, rank: int, size: int, meeting: str, before: Callable[..., None] | None, options: Any
 ) -> None:
-    environ: dict[str, str] = {}
-    if size > 1:
-        environ = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "LEANTUNE_STORE_FILE": f"{meeting}/store",
-        }
-    _settle(f"{meeting}/log-{rank}", environ)
+    settle(f"{meeting}/log-{rank}", rank_environ(rank, size, meeting))
     from leantune.cli.main import main
 
     if before is not None:
@@ -300,15 +293,28 @@ def _rank(
     sys.exit(main(["rank", folder]))
 
 
+def rank_environ(rank: int, size: int, meeting: str) -> dict[str, str]:
+    """What the launcher tells a rank; nothing if it is alone."""
+    if size == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "LEANTUNE_STORE_FILE": f"{meeting}/store",
+    }
+
+
 def _command(arguments: Sequence[str], cwd: str, log: str, environ: Mapping[str, str]) -> None:
-    _settle(log, environ)
+    settle(log, environ)
     os.chdir(cwd)
     from leantune.cli.main import main
 
     sys.exit(main(arguments))
 
 
-def _settle(log: str, environ: Mapping[str, str]) -> None:
+def settle(log: str, environ: Mapping[str, str]) -> None:
     """Make a forked process what a new one is: its own output, environment and signal handlers."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

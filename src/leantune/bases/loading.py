@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from leantune.models.packed import PackedLinear
 from leantune.models.precision import PRECISIONS, Precision
 from leantune.models.shards import gather_rows, local_rows
 from leantune.models.source import ModelSource, load_config
+from leantune.models.vocabulary import Growth, check_grown, grown_config, vocabulary_modules
 from leantune.models.weights import WeightFiles, WeightMap
 
 CPU = torch.device("cpu")
@@ -31,12 +33,16 @@ _SLICE_VALUES = 2**21  # values of a weight that are packed or measured at a tim
 
 
 class Slot(NamedTuple):
-    """Where a weight of the checkpoint goes; `source` is its name there, None for one that is all zeros."""
+    """Where a weight of the checkpoint goes; `source` is its name there, None for one that is all zeros.
+
+    `rows`: how many rows it has there, if the model may have more.
+    """
 
     name: str
     source: str | None
     module: nn.Module
     attribute: str
+    rows: int | None = None
 
 
 @dataclass
@@ -48,6 +54,7 @@ class BuiltBase:
     weights: WeightMap
     notes: list[str]
     expansion: Expansion | None
+    growth: Growth | None
     _skeleton: Callable[[], PreTrainedModel]
 
     def skeleton(self) -> PreTrainedModel:
@@ -74,10 +81,12 @@ def build_base(
     settings: Mapping[str, Any] | None = None,
     attention: str = "auto",
     expansion: Expansion | None = None,
+    growth: Growth | None = None,
 ) -> BuiltBase:
     """A model whose weights will be stored as the base `name` says; nothing is read but names.
 
-    With an `expansion` it has new blocks; those, and the new ones of a model saved so, stay dense. Raises `ModelError` if the model cannot be
+    With an `expansion` it has new blocks; those, and the new ones of a model saved so, stay
+    dense. With `growth` it has rows for added tokens. Raises `ModelError` if the model cannot be
     built, has no safetensors, lacks weights, or cannot have this base.
     """
     config = load_config(source)
@@ -88,10 +97,11 @@ def build_base(
         )
     original = empty_model(source, config, weights=precision.weights)
     weights = WeightMap(original, WeightFiles(source))
+    asked = config if expansion is None else expanded_config(config, expansion)
     build = functools.partial(
         empty_model,
         source,
-        config if expansion is None else expanded_config(config, expansion),
+        asked if growth is None else grown_config(asked, growth, source.name),
         weights=precision.weights,
         buffers=precision.buffers,
         attention=attention,
@@ -100,13 +110,19 @@ def build_base(
     sources = _sources(model, weights, source, expansion)
     if expansion is not None:
         check_same_blocks(original, model, expansion)
+    if growth is not None:
+        check_grown(original, model, sources)
     blocks = list(decoder_blocks(model))
     leave = [blocks[index] for index in new_blocks(model.config) or ()]
     notes: list[str] = importlib.import_module(f"leantune.bases.{name}").pack(
         model, leave=leave, **(settings or {})
     )
     slots = [Slot(name, place, *_owner(model, name)) for name, place in sources.items()]
-    return BuiltBase(model, slots, weights, notes, expansion, build)
+    if growth is not None:
+        grown = vocabulary_modules(model)
+        slots = [slot._replace(rows=growth.before) if slot.module in grown else slot for slot in slots]
+        notes = [*notes, growth.describe(model)]
+    return BuiltBase(model, slots, weights, notes, expansion, growth, build)
 
 
 def load_base(
@@ -117,9 +133,10 @@ def load_base(
     device: torch.device = CPU,
     attention: str = "auto",
     settings: Mapping[str, Any] | None = None,
+    growth: Growth | None = None,
 ) -> PreTrainedModel:
     """A frozen model on `device` with its weights stored as the base `name` says, ready for use."""
-    base = build_base(name, source, precision, settings=settings, attention=attention)
+    base = build_base(name, source, precision, settings=settings, attention=attention, growth=growth)
     materialise(base.model, device)
     fill(base, device)
     return base.model
@@ -185,11 +202,15 @@ def _fill_dense(base: BuiltBase, slot: Slot, with_norms: bool) -> RowNorms | Non
     if slot.source is None:
         rows.local.zero_()
         return None
-    _check_shape(base, slot, tuple(target.shape))
+    held = target.shape[0] if target.ndim and slot.rows is None else slot.rows or 0
+    _check_shape(base, slot, (held, *target.shape[1:]) if target.ndim else ())
     if target.ndim == 0:
         rows.local.copy_(base.weights.whole(slot.source))
     elif rows.local.numel():
-        rows.local.copy_(base.weights.rows(slot.source, rows.start, rows.stop))
+        stored = max(0, min(rows.stop, held) - rows.start)
+        rows.local[:stored].copy_(base.weights.rows(slot.source, rows.start, rows.start + stored))
+        if stored < len(rows.local):
+            rows.local[stored:] = _mean_row(base, slot).to(rows.local)
     if rows.local.dtype == torch.float16:
         _check_fp16(rows.local, slot)
     if not with_norms:
@@ -198,7 +219,8 @@ def _fill_dense(base: BuiltBase, slot: Slot, with_norms: bool) -> RowNorms | Non
         local = _joined([part.float().norm(dim=1) for part in _slices(rows.local)], rows.local)
         whole = gather_rows(target, local)
     else:  # a row of the matrix is a column of the tensor, spread over all ranks: read it once more
-        whole = torch.cat([part.norm(dim=1) for part in _read_rows(base, slot, 0, target.shape[1], True)])
+        columns = _read_rows(base, slot, 0, target.shape[1], transposed=True)
+        whole = torch.cat([part.to(target.dtype).float().norm(dim=1) for part in columns])
     return RowNorms(whole, whole)
 
 
@@ -264,6 +286,17 @@ def _unpacked(
         part = {name: held.local[at : at + step].to(device) for name, held in rows.items()}
         part |= {n: v[first.start + at : first.start + at + len(part[n])] for n, v in refined.items()}
         yield layer.unpack(part)
+
+
+def _mean_row(base: BuiltBase, slot: Slot) -> Tensor:
+    """The mean of all rows of a weight of the checkpoint, float64; read a slice at a time."""
+    assert slot.source is not None
+    shape = base.weights.shape(slot.source)
+    total = torch.zeros(shape[1:], dtype=torch.float64)
+    step = max(1, _SLICE_VALUES // math.prod(shape[1:]))
+    for at in range(0, shape[0], step):
+        total += base.weights.rows(slot.source, at, min(at + step, shape[0])).sum(0, dtype=torch.float64)
+    return total / shape[0]
 
 
 def _read_rows(base: BuiltBase, slot: Slot, start: int, stop: int, transposed: bool) -> Iterator[Tensor]:

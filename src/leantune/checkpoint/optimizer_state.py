@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from leantune.errors import CheckpointError
 
 PREFIX = "optimizer/"
+# States of 8-bit optimizers that go by blocks of the parameter (bitsandbytes).
+_BLOCKWISE = ("absmax", "qmap")
 
 
 def optimizer_tensors(
@@ -114,6 +116,8 @@ def _misfits(
     problems: list[str] = []
     for key in entry["tensors"]:
         value = tensors[f"{PREFIX}{name}/{key}"]
+        if key.startswith(_BLOCKWISE):
+            continue
         if value.ndim and value.shape != parameter.shape:
             problems.append(f"{name}/{key} has shape {list(value.shape)}, not {entry['shape']} or a number")
         elif key != "step" and value.is_floating_point() and value.dtype != parameter.dtype:

@@ -59,6 +59,14 @@ def select_blocks(model: nn.Module, layers: Sequence[int] | None) -> dict[str, n
     return {names[layer]: blocks[names[layer]] for layer in layers}
 
 
+def input_embeddings(model: nn.Module) -> nn.Module:
+    """The table of token embeddings; raises `ModelError` if the model has none."""
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # pyright: ignore[reportCallIssue]
+    if not isinstance(table, nn.Module):
+        raise ModelError(f"{type(model).__name__} has no input embeddings; a causal language model is needed")
+    return table
+
+
 def output_head(model: nn.Module) -> nn.Module:
     """The projection to the vocabulary; raises `ModelError` if the model has none."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # pyright: ignore[reportCallIssue]

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from leantune.errors import ModelError
-from leantune.models.demo import demo_folder
+from leantune.models.demo import DEMOS, demo_folder
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
@@ -49,13 +49,13 @@ class ModelSource:
 def resolve_model(name: str, revision: str | None = None, trust_remote_code: bool = False) -> ModelSource:
     """Find a model; raises `ModelError` for a path that does not exist, or a revision of a local model."""
     path = Path(name).expanduser()
-    if revision is not None and (name == "demo" or path.is_dir()):
+    if revision is not None and (name in DEMOS or path.is_dir()):
         raise ModelError(
             f"model.revision: {revision!r}: {name} is a local model, and only hub models have revisions; "
             "remove the key"
         )
-    if name == "demo":
-        return ModelSource(name, str(demo_folder()))
+    if name in DEMOS:
+        return ModelSource(name, str(demo_folder(name)))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model.name: {name} has no config.json; expected a Hugging Face model folder")
@@ -94,8 +94,8 @@ def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         raise ModelError(
             f"model.tokenizer: token {token!r} has id {index}, but the model has {rows} embedding rows "
             f"(ids 0 to {rows - 1}); {len(beyond)} token(s) were added without rows. Use the model's own "
-            "tokenizer, map the token to an existing one (for example pad_token = eos_token), or resize "
-            "the model's embeddings with transformers and save it first"
+            "tokenizer, map the token to an existing one (for example pad_token = eos_token), or name it in "
+            "model.add_tokens and train the embeddings"
         )
 
 

@@ -24,8 +24,7 @@ class _PackedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # The very tensors, no views of them: FSDP2 frees their storage and fills it again for backward.
             ctx.save_for_backward(*packed)
-        ctx.unpack, ctx.compute_dtype, ctx.hidden_dtype = unpack, dtype, hidden.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.unpack, ctx.dtype = unpack, dtype
         return functional.linear(
             hidden.to(dtype), unpack(dtype, *packed), None if bias is None else bias.to(dtype)
         )
@@ -39,10 +38,11 @@ class _PackedLinear(torch.autograd.Function):
         grad_hidden = grad_bias = None
         packed: tuple[Tensor, ...] = ctx.saved_tensors
         if ctx.needs_input_grad[0]:
-            weight: Tensor = ctx.unpack(ctx.compute_dtype, *packed)
-            grad_hidden = (grad_out.to(ctx.compute_dtype) @ weight).to(ctx.hidden_dtype)
+            weight: Tensor = ctx.unpack(ctx.dtype, *packed)
+            grad_hidden = grad_out.to(ctx.dtype) @ weight
         if ctx.needs_input_grad[1]:
-            grad_bias = grad_out.reshape(-1, grad_out.shape[-1]).sum(0).to(ctx.bias_dtype)
+            grad_bias = grad_out.reshape(-1, grad_out.shape[-1]).sum(0)
+        # Autograd itself casts a gradient to the dtype of its input.
         return (grad_hidden, grad_bias, *(None for _ in ctx.needs_input_grad[2:]))
 
 

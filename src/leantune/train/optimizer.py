@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from leantune.errors import ConfigError
+
+# Optimizers of bitsandbytes (arXiv 2110.02861), and what the class is called there.
+BITSANDBYTES = {
+    "adamw_8bit": "AdamW8bit",
+    "paged_adamw_32bit": "PagedAdamW32bit",
+    "paged_adamw_8bit": "PagedAdamW8bit",
+}
 Schedule = Callable[[int], float]
 
 
@@ -29,6 +39,9 @@ def build_optimizer(
     spared = [p for n, p in trainable.items() if n in decay_free]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
+    if name in BITSANDBYTES:
+        options: dict[str, Any] = {"betas": betas, "eps": eps}
+        return _of_bitsandbytes(name, trainable)(groups, lr=learning_rate, **options)
     kinds: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, {"betas": betas, "eps": eps, "fused": True}),
         "adam": (torch.optim.Adam, {"betas": betas, "eps": eps, "fused": True}),
@@ -37,6 +50,26 @@ def build_optimizer(
     }
     kind, options = kinds[name]
     return kind(groups, lr=learning_rate, **options)
+
+
+def _of_bitsandbytes(
+    name: str, trainable: Mapping[str, nn.Parameter]
+) -> Callable[..., torch.optim.Optimizer]:
+    """An optimizer class of bitsandbytes; raises `ConfigError` where it is missing or could not do as it says."""
+    if name.startswith("paged") and any(p.device.type != "cuda" for p in trainable.values()):
+        raise ConfigError(
+            f"train.optimizer.name: {name} pages optimizer states between GPU and host memory, and the trained "
+            "parameters are in host memory already; use adamw or adamw_8bit"
+        )
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of kernels that are not wanted here
+    try:
+        optimizers = importlib.import_module("bitsandbytes").optim
+    except ImportError as error:
+        raise ConfigError(
+            f"train.optimizer.name: {name} needs bitsandbytes, which is not installed; "
+            '`uv pip install "leantune[bitsandbytes]"` brings it'
+        ) from error
+    return getattr(optimizers, BITSANDBYTES[name])
 
 
 def build_schedule(
