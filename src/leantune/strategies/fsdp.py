@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from leantune.errors import ModelError
-from leantune.models.anatomy import decoder_blocks, output_head
+from leantune.models.anatomy import decoder_blocks
 from leantune.strategies.placement import ShardedPlacement
 from leantune.strategies.process import World
 from leantune.strategies.reduce import sum_over_ranks
@@ -46,7 +46,8 @@ def place(
     """Shard the model in place: its decoder blocks one by one, then the rest.
 
     `new_parameters` are those of an adapter, which `adapter` places; `always_whole`: the method cannot
-    have them sharded. The wrapping needs no list of classes: blocks are what `decoder_blocks` finds.
+    have them sharded. Trained weights of the model itself are sharded like all of its weights. The
+    wrapping needs no list of classes: blocks are what `decoder_blocks` finds.
     """
     _check_torch(model)
     _join_alone(world)
@@ -71,6 +72,7 @@ def place(
         sharded=sharded,
         cpu_offload=cpu_offload,
         sync_always=sync_every_micro_batch,
+        keeps_gathered=not reshard,
         lines=[_describe(sharding, groups, world, cpu_offload), *reason],
     )
 
@@ -85,6 +87,7 @@ class _Fsdp(ShardedPlacement):
         sharded: frozenset[str],
         cpu_offload: bool,
         sync_always: bool,
+        keeps_gathered: bool,
         lines: list[str],
     ) -> None:
         super().__init__(world.device, sharded)
@@ -93,6 +96,7 @@ class _Fsdp(ShardedPlacement):
         self._shards = mesh.get_group("shard")
         self._cpu_offload = cpu_offload
         self._sync_always = sync_always
+        self._keeps_gathered = keeps_gathered
         self._lines = lines
 
     def describe(self) -> list[str]:
@@ -104,6 +108,14 @@ class _Fsdp(ShardedPlacement):
     def begin_pass(self, last: bool) -> None:
         if self.sharded and not self._sync_always:
             self._root.set_requires_gradient_sync(last)
+        if self._keeps_gathered:  # through the whole step
+            self._root.set_reshard_after_backward(last)
+
+    def end_passes(self) -> None:
+        root: Any = self._root
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def sum_over_ranks(self, tensors: Sequence[Tensor]) -> None:
         sum_over_ranks(tensors)
@@ -147,7 +159,7 @@ def _replicated(
 ) -> tuple[frozenset[str], list[str]]:
     """Names of the trained parameters that stay whole on every rank, and the line that says so."""
     if always_whole:
-        return frozenset(trainable), ["the trained parameters are whole on every rank"]
+        return new, ["the method's own parameters are whole on every rank"]
     if not new:
         return frozenset(), []
     size = sum(trainable[name].numel() * trainable[name].element_size() for name in new)
@@ -158,7 +170,7 @@ def _replicated(
 
 
 def _describe(sharding: str, groups: int, world: World, cpu_offload: bool) -> str:
-    kept = "kept gathered between forward and backward" if "grad_op" in sharding else "gathered for each block"
+    kept = "kept gathered through a step" if "grad_op" in sharding else "gathered for each block"
     copies = f", {groups} copies" if groups > 1 else ""
     host = "; parameters and optimizer in host memory" if cpu_offload else ""
     return f"weights sharded over {world.size // groups} devices{copies}, {kept}{host}"

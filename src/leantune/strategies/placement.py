@@ -46,6 +46,9 @@ class Placement:
         """Called before each forward and backward pass of a step; `last`: its gradients complete the step."""
         del last
 
+    def end_passes(self) -> None:
+        """Called after forward passes without backward: nothing that they gathered may outlive them."""
+
     def sum_over_ranks(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks, in place."""
         del tensors
