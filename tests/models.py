@@ -22,6 +22,16 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+# Sizes at which every linear layer fills whole blocks of a packed base; GPT-2 goes by `n_embd`, `n_layer`.
+WIDE: dict[str, Any] = {
+    "hidden_size": 64,
+    "n_embd": 64,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+}
+
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -40,9 +50,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(architecture: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A frozen random fp32 model in eval mode."""
-    settings = {**_COMMON, **ARCHITECTURES[architecture], **changes}
+def tiny_model(
+    architecture: str = "llama", seed: int = 0, *, wide: bool = False, **changes: Any
+) -> PreTrainedModel:
+    """A frozen random fp32 model in eval mode; `wide`: its linear layers can be packed."""
+    settings = {**_COMMON, **ARCHITECTURES[architecture], **(WIDE if wide else {}), **changes}
     config = AutoConfig.for_model(architecture, **{k: v for k, v in settings.items() if v is not None})
     with torch.random.fork_rng():
         torch.manual_seed(seed)

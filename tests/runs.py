@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from leantune.bases import load_base
 from leantune.checkpoint.adapter import save_trained
 from leantune.checkpoint.run_folder import RunFolder

@@ -14,18 +14,19 @@ from torch import Tensor
 
 from leantune.checkpoint.adapter import adapter_base, is_adapter, load_adapter, save_trained
 from leantune.errors import CheckpointError, LeantuneError
-from leantune.methods import adapter_config_files, attach, method_names
+from leantune.methods import adapter_config_files, method_names
 from tests.batches import shake
 from tests.fixtures import tiny_tokenizer
+from tests.methods import attached_to
 from tests.models import tiny_model
 
-# Methods that save an adapter; `full` saves a whole model.
-METHODS = [name for name in method_names() if attach(name, tiny_model(), {}, seed=0).export() is not None]
+# Methods that save an adapter; the others save a whole model.
+METHODS = [name for name in method_names() if attached_to(name).export() is not None]
 EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
 
 
 def saved(folder: Path, method: str, architecture: str = "llama", **settings: Any) -> Path:
-    attached = attach(method, tiny_model(architecture), settings, seed=0)
+    attached = attached_to(method, architecture, **settings)
     shake(attached)
     save_trained(attached, folder, tiny_tokenizer(vocab_size=300), "some/base", "v1")
     return folder
@@ -128,7 +129,7 @@ def test_a_configuration_without_its_keys_is_refused(method: str, tmp_path: Path
 @EVERY_METHOD
 def test_an_adapter_is_known_by_its_configuration_file(method: str) -> None:
     """A new method's adapters were none to `load`, because a list elsewhere lacked their file."""
-    files = attach(method, tiny_model(), {}, seed=0).export()
+    files = attached_to(method).export()
     assert files is not None
     assert files.config_file in adapter_config_files()
 

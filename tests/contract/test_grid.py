@@ -5,8 +5,8 @@ The cells with several processes are tested in `tests/distributed`.
 
 from __future__ import annotations
 
-import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,19 @@ import pytest
 import torch
 
 import leantune
-from leantune.config.grid import BASES, METHODS, STRATEGIES, refusal
-from tests.fixtures import tiny_model_folder
+from leantune.bases import load_base
+from leantune.config.grid import METHODS
+from leantune.models.expand import plan_expansion
+from leantune.models.source import resolve_model
+from tests.grid import CELLS, SETTINGS
 
-ONE_PROCESS = [name for name in STRATEGIES if name == "single"]
-CELLS = [cell for cell in itertools.product(METHODS, BASES, ONE_PROCESS) if refusal(*cell) is None]
 PROMPT = "SELECT name FROM"
+WHOLE_MODELS = {"full", "llama_pro"}  # methods that save one
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_folder(tmp_path_factory.mktemp("model") / "base")
+def model(wide_folder: Callable[[str], Path]) -> Path:
+    return wide_folder("llama")
 
 
 @pytest.fixture(scope="module")
@@ -41,28 +43,33 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(model: Path, data: Path, folder: Path, **axes: Any) -> Any:
+def run(model: Path, data: Path, folder: Path, method: str, base: str = "dense") -> Any:
     config = {
         "model": str(model),
         "data": {"train": str(data), "format": "prompt_completion"},
+        "method": {"name": method, **SETTINGS.get(method, {})},
+        "base": base,
         "train": {"max_steps": 2, "micro_batch_size": 2, "global_batch_size": 4, "learning_rate": 1e-2},
         "output": {"dir": str(folder)},
-        **axes,
     }
     return leantune.train(config, quiet=True)
 
 
-@pytest.mark.parametrize(("method", "base", "strategy"), CELLS)
+@pytest.mark.parametrize(("method", "base"), CELLS)
 def test_a_cell_trains_and_its_result_answers(
-    method: str, base: str, strategy: str, model: Path, data: Path, tmp_path: Path
+    method: str, base: str, model: Path, data: Path, tmp_path: Path
 ) -> None:
-    result = run(model, data, tmp_path / "run", method=method, base=base, strategy=strategy)
+    """And its parameters are counted in values of the model, not in bytes of the codes that stand for them."""
+    result = run(model, data, tmp_path / "run", method, base)
     assert (result.ending, result.steps) == ("finished", 2)
     assert result.first_loss is not None
     assert result.last_loss < result.first_loss
-    assert 0 < result.trainable_parameters <= result.total_parameters
-    assert (result.folder / "model").is_dir() == (method == "full")
-    assert (result.folder / "adapter").is_dir() == (method != "full")
+    original = sum(p.numel() for p in load_base("dense", resolve_model(str(model))).parameters())
+    new = 0 if method == "full" else result.trainable_parameters
+    assert result.trainable_parameters > 0
+    assert result.total_parameters == original + new
+    assert (result.folder / "model").is_dir() == (method in WHOLE_MODELS)
+    assert (result.folder / "adapter").is_dir() == (method not in WHOLE_MODELS)
 
     loaded = leantune.load(result.folder, device="cpu")
     sampling = leantune.Sampling(max_new_tokens=4)
@@ -76,24 +83,31 @@ def test_a_cell_trains_and_its_result_answers(
 def test_training_moves_the_trained_weights_and_no_others(
     method: str, model: Path, data: Path, tmp_path: Path
 ) -> None:
-    result = run(model, data, tmp_path / "run", method=method)
+    """Of a model with new blocks, the old ones are found behind them again, as they were."""
+    result = run(model, data, tmp_path / "run", method)
     trained: Any = leantune.load(result.folder, device="cpu").trained.model
     before: Any = leantune.load(model, device="cpu").trained.model
     weights = trained.state_dict()
-    differing = [name for name, value in before.state_dict().items() if not torch.equal(weights[name], value)]
-    assert bool(differing) == (method == "full")
+    if method == "llama_pro":
+        expansion = plan_expansion(before.config, SETTINGS[method]["blocks"])
+        names = expansion.names(trained)
+        new = tuple(f"{name}." for name in expansion.new_names(trained))
+        weights = {names(n)[0]: w for n, w in weights.items() if not n.startswith(new)}
+    moved = {n: not torch.equal(weights[n], value) for n, value in before.state_dict().items()}
+    assert any(moved.values()) == (method == "full")
+    assert all(moved.values()) == (method == "full")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_run_twice_gives_the_same_losses(
     method: str, model: Path, data: Path, tmp_path: Path
 ) -> None:
-    first, second = (run(model, data, tmp_path / name, method=method) for name in ("a", "b"))
+    first, second = (run(model, data, tmp_path / name, method) for name in ("a", "b"))
     assert (first.first_loss, first.last_loss) == (second.first_loss, second.last_loss)
 
 
 def test_an_adapter_folder_loads_without_its_run(model: Path, data: Path, tmp_path: Path) -> None:
-    result = run(model, data, tmp_path / "run", method="loreft")
+    result = run(model, data, tmp_path / "run", "loreft")
     moved = tmp_path / "elsewhere"
     (result.folder / "adapter").rename(moved)
     loaded = leantune.load(moved, device="cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -11,9 +12,9 @@ from typing import Any, get_args
 import pytest
 
 import leantune
-from leantune.bases.registry import load_base
+from leantune.config.axes import Base, DdpStrategy, FsdpStrategy, Method, Strategy
 from leantune.config.grid import BASES, METHODS, REFUSED, STRATEGIES
-from leantune.config.schema import DenseBase, Method, RunConfig, Strategy
+from leantune.config.schema import RunConfig
 from leantune.methods import method_names
 
 ROOT = Path(leantune.__file__).parent
@@ -132,8 +133,8 @@ def test_the_table_of_the_grid_the_schema_and_the_folders_agree() -> None:
     """A method that the schema offers but no file implements fails hours into a queue."""
     assert set(METHODS) == set(method_names()) == names_in(Method)
     assert set(STRATEGIES) == names_in(Strategy)
-    assert set(BASES) == {DenseBase.model_fields["name"].default}
-    bases = {path.stem for path in (ROOT / "bases").glob("*.py")} - {"__init__", "registry"}
+    assert set(BASES) == names_in(Base)
+    bases = {path.stem for path in (ROOT / "bases").glob("*.py")} - {"__init__", "loading", "packing"}
     assert bases == set(BASES)
     strategies = {path.stem for path in (ROOT / "strategies").glob("*.py")}
     assert set(STRATEGIES) <= strategies
@@ -143,23 +144,43 @@ def test_every_value_of_an_axis_offers_what_the_run_calls() -> None:
     for name in METHODS:
         assert callable(importlib.import_module(f"leantune.methods.{name}").attach)
     for name in BASES:
-        assert callable(importlib.import_module(f"leantune.bases.{name}").load)
+        assert callable(importlib.import_module(f"leantune.bases.{name}").pack)
     for name in STRATEGIES:
-        assert callable(importlib.import_module(f"leantune.strategies.{name}").sum_over_ranks)
-    assert callable(load_base)
+        assert callable(importlib.import_module(f"leantune.strategies.{name}").place)
 
 
-def test_the_settings_of_the_schema_are_those_of_attach() -> None:
-    """A key that attach does not take would crash; one it takes but the schema lacks cannot be set."""
-    import inspect
+def check_settings(section: Any, function: Any, given: set[str]) -> None:
+    """The keys of a section are the settings of a function, `given` are told it otherwise; defaults agree."""
+    parameters = {k: p for k, p in inspect.signature(function).parameters.items() if k not in given}
+    assert set(section.model_fields) - {"name"} == set(parameters)
+    for key, parameter in parameters.items():
+        if parameter.default is not inspect.Parameter.empty:
+            assert section.model_fields[key].default == parameter.default, key
 
-    for section in get_args(get_args(Method)[0]):
-        name = section.model_fields["name"].default
-        attach = importlib.import_module(f"leantune.methods.{name}").attach
-        parameters = set(inspect.signature(attach).parameters) - {"model", "seed"}
-        assert set(section.model_fields) - {"name"} == parameters
-        for key in parameters:
-            assert section.model_fields[key].default == inspect.signature(attach).parameters[key].default
+
+@pytest.mark.parametrize(
+    ("folder", "function", "axis", "given"),
+    [
+        ("methods", "attach", Method, {"model", "seed"}),
+        ("bases", "pack", Base, {"model", "leave"}),
+    ],
+)
+def test_the_settings_of_the_schema_are_those_of_the_code(
+    folder: str, function: str, axis: Any, given: set[str]
+) -> None:
+    """A key that the function does not take would crash; one the schema lacks cannot be set."""
+    for section in get_args(get_args(axis)[0]):
+        module = importlib.import_module(f"leantune.{folder}.{section.model_fields['name'].default}")
+        check_settings(section, getattr(module, function), given)
+
+
+def test_the_settings_of_sharding_are_those_of_the_code() -> None:
+    """The same for the strategy that has settings of its own besides those of its processes."""
+    place = importlib.import_module("leantune.strategies.fsdp").place
+    parameters = set(inspect.signature(place).parameters)
+    assert set(FsdpStrategy.model_fields) - set(DdpStrategy.model_fields) <= parameters
+    told = {"model", "trainable", "world", "devices_per_node", "new_parameters", "always_whole"}
+    assert parameters - told <= set(FsdpStrategy.model_fields)
 
 
 def test_refused_cells_name_values_that_exist() -> None:

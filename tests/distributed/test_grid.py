@@ -98,7 +98,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_every_kind_of_sharding_gives_the_curve_of_one_process(
     variant: str, base: str, wide: Path, tmp_path: Path
 ) -> None:
-    """With clipping, decay and dropout: the norm must be that of all ranks, of sharded and of whole gradients."""
+    """With clipping, decay and dropout: the norm is that of all ranks, of sharded and of whole gradients."""
     common = settings(
         "dora",
         {"name": base} if base == "dense" else {"name": base, "double_quant": True},

@@ -18,9 +18,10 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 150 MiB in three files, its largest tensor 24 MiB: far above the noise of a process."""
+    """A random Llama of 150 MiB in three files, its largest tensor 24 MiB: far above noise."""
     folder = tmp_path_factory.mktemp("model") / "big"
-    model = tiny_llama(vocab_size=8192, hidden_size=768, num_layers=6, num_heads=12, num_kv_heads=4, tied=True)
+    sizes = {"hidden_size": 768, "num_layers": 6, "num_heads": 12, "num_kv_heads": 4}
+    model = tiny_llama(vocab_size=8192, tied=True, **sizes)
     model.save_pretrained(folder, max_shard_size="60MB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     return folder
@@ -35,7 +36,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_rank_holds_its_share_and_no_more_than_two_tensors(
     base: str, settings: dict[str, Any], size: int, big: Path, tmp_path: Path
 ) -> None:
-    """Each rank read the whole model, or de-quantised it, before it kept its part (RssAnon: mapped files apart)."""
+    """Each rank read or de-quantised the whole model before it kept its part. Mapped files do not count."""
     processes = [
         ranks.fork(_load, base, settings, str(big), rank, size, str(tmp_path)) for rank in range(size)
     ]

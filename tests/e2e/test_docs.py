@@ -14,7 +14,13 @@ from leantune.config.yaml import parse_yaml_value
 from leantune.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "examples" / "alpaca" / "README.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "architecture.md",
+    ROOT / "docs" / "coming-from-fsdp_qlora.md",
+    ROOT / "docs" / "memory.md",
+    ROOT / "examples" / "alpaca" / "README.md",
+]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

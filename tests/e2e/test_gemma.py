@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_gemma_learns_with_lora_on_nf4(tmp_path: Path) -> None:
-    """Scaled embeddings, two kinds of attention and norms of its own: a loader for Llama alone got them wrong."""
+    """Scaled embeddings, two kinds of attention, norms of its own: a loader for Llama alone fails here."""
     rows = [{"prompt": f"Q: {n} + {n}?\nA:", "completion": f" {2 * n}"} for n in range(12)]
     data = tmp_path / "sums.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))

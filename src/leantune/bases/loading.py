@@ -27,6 +27,7 @@ from leantune.models.shards import gather_rows, local_rows
 from leantune.models.source import ModelSource, load_config
 from leantune.models.vocabulary import Growth, check_grown, grown_config, vocabulary_modules
 from leantune.models.weights import WeightFiles, WeightMap
+from leantune.ops.dora import row_norms
 
 CPU = torch.device("cpu")
 _SLICE_VALUES = 2**21  # values of a weight that are packed or measured at a time: 8 MiB in fp32
@@ -87,7 +88,7 @@ def build_base(
 
     With an `expansion` it has new blocks; those, and the new ones of a model saved so, stay
     dense. With `growth` it has rows for added tokens. Raises `ModelError` if the model cannot be
-    built, has no safetensors, lacks weights, or cannot have this base.
+    built, has no safetensors, lacks weights or has them in another shape, or cannot have this base.
     """
     config = load_config(source)
     if getattr(config, "quantization_config", None) is not None:
@@ -122,7 +123,9 @@ def build_base(
         grown = vocabulary_modules(model)
         slots = [slot._replace(rows=growth.before) if slot.module in grown else slot for slot in slots]
         notes = [*notes, growth.describe(model)]
-    return BuiltBase(model, slots, weights, notes, expansion, growth, build)
+    built = BuiltBase(model, slots, weights, notes, expansion, growth, build)
+    _check_shapes(built)
+    return built
 
 
 def load_base(
@@ -149,7 +152,8 @@ def fill(
     """Read this rank's rows of every weight, packing as they come; `device` is where packing computes.
 
     Returns the row norms of the linear layers in `norms_of`. A collective where parameters are sharded:
-    every rank calls it. Raises `ModelError` for a shape that does not fit, or a value beyond fp16.
+    every rank calls it. Raises `ModelError` for a shape that does not fit, a value beyond fp16, or
+    weights that are tied in the model but differ in the checkpoint.
     """
     wanted = set(norms_of)
     norms: dict[nn.Module, RowNorms] = {}
@@ -162,6 +166,7 @@ def fill(
                 found = _fill_dense(base, slot, slot.attribute == "weight" and slot.module in wanted)
             if found is not None:
                 norms[slot.module] = found
+        _check_ties(base)
     base.weights.forget()
     return norms
 
@@ -173,7 +178,7 @@ def _sources(
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
-    original = expansion.names(model) if expansion else lambda name: (name, False)
+    original = expansion.names(model) if expansion else _as_it_is
     found: dict[str, str | None] = {}
     missing: list[str] = []
     for aliases in names.values():
@@ -191,6 +196,10 @@ def _sources(
     return found
 
 
+def _as_it_is(name: str) -> tuple[str, bool]:
+    return name, False
+
+
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     parent, _, attribute = name.rpartition(".")
     return model.get_submodule(parent), attribute
@@ -202,25 +211,24 @@ def _fill_dense(base: BuiltBase, slot: Slot, with_norms: bool) -> RowNorms | Non
     if slot.source is None:
         rows.local.zero_()
         return None
-    held = target.shape[0] if target.ndim and slot.rows is None else slot.rows or 0
-    _check_shape(base, slot, (held, *target.shape[1:]) if target.ndim else ())
+    shape = _check_shape(base, slot)
     if target.ndim == 0:
         rows.local.copy_(base.weights.whole(slot.source))
     elif rows.local.numel():
-        stored = max(0, min(rows.stop, held) - rows.start)
-        rows.local[:stored].copy_(base.weights.rows(slot.source, rows.start, rows.start + stored))
-        if stored < len(rows.local):
-            rows.local[stored:] = _mean_row(base, slot).to(rows.local)
+        start, stop = min(rows.start, shape[0]), min(rows.stop, shape[0])
+        rows.local[: stop - start].copy_(base.weights.rows(slot.source, start, stop))
+        if rows.stop > shape[0]:
+            rows.local[stop - start :] = _mean_row(base, slot).to(rows.local)
     if rows.local.dtype == torch.float16:
         _check_fp16(rows.local, slot)
     if not with_norms:
         return None
     if isinstance(slot.module, nn.Linear):
-        local = _joined([part.float().norm(dim=1) for part in _slices(rows.local)], rows.local)
+        local = _joined([row_norms(part) for part in _slices(rows.local)], rows.local)
         whole = gather_rows(target, local)
     else:  # a row of the matrix is a column of the tensor, spread over all ranks: read it once more
         columns = _read_rows(base, slot, 0, target.shape[1], transposed=True)
-        whole = torch.cat([part.to(target.dtype).float().norm(dim=1) for part in columns])
+        whole = torch.cat([row_norms(part.to(target.dtype)) for part in columns])
     return RowNorms(whole, whole)
 
 
@@ -228,8 +236,7 @@ def _fill_packed(
     base: BuiltBase, slot: Slot, layer: PackedLinear, device: torch.device, with_norms: bool
 ) -> RowNorms | None:
     assert slot.source is not None
-    shape = (layer.out_features, layer.in_features)
-    _check_shape(base, slot, shape[::-1] if layer.transposed else shape)
+    _check_shape(base, slot)
     targets: dict[str, Tensor] = {name: getattr(layer, name) for name in layer.packed_names}
     first = next(iter(targets.values()))
     rows = local_rows(first)
@@ -244,12 +251,12 @@ def _fill_packed(
             else:
                 local_rows(targets[name]).local[at : at + len(part)].copy_(value)
         if with_norms:
-            norms.append(part.norm(dim=1))
+            norms.append(row_norms(part))
         at += len(part)
     refined = _finish(layer, later, targets, first, device) if later else {}
     if not with_norms:
         return None
-    stored = [chunk.norm(dim=1) for chunk in _unpacked(layer, targets, refined, device)]
+    stored = [row_norms(chunk) for chunk in _unpacked(layer, targets, refined, device)]
     return RowNorms(*(gather_rows(first, _joined(column, first)) for column in (norms, stored)))
 
 
@@ -288,6 +295,29 @@ def _unpacked(
         yield layer.unpack(part)
 
 
+def _check_ties(base: BuiltBase) -> None:
+    """A checkpoint may hold a tied weight twice, but not two different ones: one would silently be lost."""
+    firsts: dict[int, str] = {}
+    for name, tensor in base.model.state_dict(keep_vars=True).items():
+        first = firsts.setdefault(id(tensor), name) if name in base.weights else name
+        if first == name:
+            continue
+        rows, held = local_rows(tensor), base.weights.shape(name)[0]
+        for at, stop in _spans(min(rows.start, held), min(rows.stop, held), tensor.shape[1:]):
+            if not torch.equal(base.weights.rows(first, at, stop), base.weights.rows(name, at, stop)):
+                raise ModelError(
+                    f"model.name: {base.weights.files.source.name}: {first} and {name} differ in the "
+                    "checkpoint, but are one weight in this model; set tie_word_embeddings to false in its "
+                    "config.json"
+                )
+
+
+def _spans(start: int, stop: int, row_shape: torch.Size) -> Iterator[tuple[int, int]]:
+    """Rows `start` to `stop` of a tensor, a slice at a time."""
+    step = max(1, _SLICE_VALUES // max(1, math.prod(row_shape)))
+    return ((at, min(at + step, stop)) for at in range(start, stop, step))
+
+
 def _mean_row(base: BuiltBase, slot: Slot) -> Tensor:
     """The mean of all rows of a weight of the checkpoint, float64; read a slice at a time."""
     assert slot.source is not None
@@ -318,14 +348,33 @@ def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat([torch.zeros(0, device=like.device), *parts])
 
 
-def _check_shape(base: BuiltBase, slot: Slot, expected: tuple[int, ...]) -> None:
+def _check_shapes(base: BuiltBase) -> None:
+    """Before anything is read; weights that are put together from several tensors are checked after that."""
+    with base.weights.files.reading():
+        for slot in base.slots:
+            if slot.source is not None and base.weights.is_plain(slot.source):
+                _check_shape(base, slot)
+
+
+def _check_shape(base: BuiltBase, slot: Slot) -> tuple[int, ...]:
+    """The shape that a weight must have in the checkpoint; raises `ModelError` if it has another."""
     assert slot.source is not None
-    shape = base.weights.shape(slot.source)
+    shape, expected = base.weights.shape(slot.source), _expected_shape(slot)
     if shape != expected:
         raise ModelError(
             f"model.name: {base.weights.files.source.name}: {slot.source} is {shape} in the checkpoint, but "
             f"the configuration asks for {expected}; config.json and the weights do not belong together"
         )
+    return shape
+
+
+def _expected_shape(slot: Slot) -> tuple[int, ...]:
+    layer = slot.module
+    if isinstance(layer, PackedLinear) and slot.attribute == "weight":
+        shape = (layer.out_features, layer.in_features)
+        return shape[::-1] if layer.transposed else shape
+    target: Tensor = getattr(layer, slot.attribute)
+    return tuple(target.shape) if slot.rows is None else (slot.rows, *target.shape[1:])
 
 
 def _check_fp16(local: Tensor, slot: Slot) -> None:

@@ -48,7 +48,12 @@ def replace_linears(
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
         packed.append(name)
+    stacked = [name for name, p in model.named_parameters() if p.ndim == 3]
+    if stacked:
+        left["stacked experts are no linear layers"] = stacked
     lines = [f"left dense, {reason}: {summarise_names(names)}" for reason, names in left.items()]
     if not packed:
-        raise ModelError(f"base {label}: no linear layer of this model can be packed ({'; '.join(lines)}); use base: dense")
+        raise ModelError(
+            f"base {label}: no linear layer of this model can be packed ({'; '.join(lines)}); use base: dense"
+        )
     return [f"base {label}: {len(packed)} linear layers packed: {summarise_names(packed)}", *lines]

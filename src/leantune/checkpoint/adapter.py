@@ -18,10 +18,12 @@ from leantune.checkpoint.compare import different_in_file, refuse_different, sam
 from leantune.errors import CheckpointError
 from leantune.methods import Attached, adapter_config_files, attach_saved
 from leantune.models.shards import gather_rows, local_rows
-from leantune.models.source import ModelSource, fingerprint
+from leantune.models.source import ModelSource, fingerprint, load_config, load_tokenizer
+from leantune.models.vocabulary import Growth, embedding_rows
 from leantune.models.weights import WeightFiles, WeightMap
 
 _FINGERPRINT = "base_fingerprint"
+_BASE_ROWS = "base_vocab_size"  # there if tokens were added: the rows that the base model's embeddings have
 
 
 @dataclass(frozen=True)
@@ -40,29 +42,38 @@ def save_trained(
     revision: str | None,
     *,
     base: BaseOfModel | None = None,
+    growth: Growth | None = None,
     writes: bool = True,
 ) -> str:
     """Write what was trained, read it back, compare it bit for bit; returns the line that says so.
 
     An adapter goes into `folder` in its method's format; a method that trains whole weights
-    writes a Hugging Face model folder with the tokenizer. Where tensors are sharded, every rank calls
-    this and one of them `writes`. Raises `CheckpointError`, and keeps what was in `folder`, if the disk
+    writes a Hugging Face model folder with the tokenizer. With `growth` the tokenizer has added tokens, and
+    goes along with an adapter too. Where tensors are sharded, every rank calls this and one of them
+    `writes`. Raises `CheckpointError`, and keeps what was in `folder`, if the disk
     gives back something else than memory holds.
     """
     files = attached.export()
     model: Any = attached.model
     if files is None:
         return save_model(model, tokenizer, folder, base=base, writes=writes)
-    mark = fingerprint(model.config)
+    metadata = {"format": "pt", _FINGERPRINT: fingerprint(model.config)}
+    if growth is not None:
+        metadata[_BASE_ROWS] = str(growth.before)
     config = {**files.config, "base_model_name_or_path": base_name, "revision": revision}
     tensors = gathered(files.tensors, writes)
     if not writes:
         return ""
+    tensors = _unshared(tensors)
 
     def fill(target: Path) -> None:
         (target / files.config_file).write_text(json.dumps(config, indent=2) + "\n")
-        save_file(tensors, target / files.tensors_file, metadata={"format": "pt", _FINGERPRINT: mark})
+        save_file(tensors, target / files.tensors_file, metadata=metadata)
         refuse_different(folder, different_in_file(target / files.tensors_file, tensors))
+        if growth is not None:
+            tokenizer.save_pretrained(target)
+            again = _saved_tokenizer(target, False)
+            refuse_different(folder, [] if again.get_vocab() == tokenizer.get_vocab() else ["tokenizer"])
 
     write_folder(folder, fill)
     return _saved(folder, len(tensors))
@@ -84,14 +95,43 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> Attached:
         files = attached.export()
         assert files is not None
         attached.load(read_tensors(folder / files.tensors_file)[0], str(folder))
+        model.eval()  # the method's own modules are new, and would drop out
         return attached
     raise CheckpointError(f"{folder} holds no adapter: expected one of {', '.join(adapter_config_files())}")
+
+
+def saved_vocabulary(folder: Path, base: ModelSource) -> tuple[PreTrainedTokenizerBase, Growth] | None:
+    """The tokenizer of an adapter whose training added tokens, and the rows they need; None if it added none.
+
+    PEFT notes nothing about tokens: there it is an adapter with trained embeddings and a tokenizer.
+    """
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    noted = [_metadata(path).get(_BASE_ROWS) for path in sorted(folder.glob("*.safetensors"))]
+    if any(noted):
+        rows = int(next(filter(None, noted)))
+    elif _config_of(folder).get("modules_to_save"):
+        rows = embedding_rows(load_config(base))
+    else:
+        return None
+    tokenizer = _saved_tokenizer(folder, base.trust_remote_code)
+    return tokenizer, Growth(rows, max(rows, 1 + max(tokenizer.get_vocab().values())))
+
+
+def _saved_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    return load_tokenizer(ModelSource(str(folder), str(folder), None, trust_remote_code))
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """The configuration of the adapter in a folder; empty if there is none."""
+    present = [folder / name for name in adapter_config_files() if (folder / name).is_file()]
+    return _read_json(present[0]) if present else {}
 
 
 def _check_base(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) -> None:
     """Before anything is attached: is this the kind of model that the tensors were trained on?"""
     for path in sorted(folder.glob("*.safetensors")):
-        trained_on, mine = read_tensors(path)[1].get(_FINGERPRINT), fingerprint(model.config)
+        trained_on, mine = _metadata(path).get(_FINGERPRINT), fingerprint(model.config)
         if trained_on not in (None, mine):
             raise CheckpointError(
                 f"{folder} was trained on a model of another configuration "
@@ -122,6 +162,24 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _metadata(path: Path) -> Mapping[str, str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A tensor under two names becomes two: in a file each name has its own data."""
+    seen: set[int] = set()
+    separate: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        separate[name] = tensor.clone() if id(tensor) in seen else tensor
+        seen.add(id(tensor))
+    return separate
 
 
 def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
@@ -160,7 +218,8 @@ def save_model(
         return ""
     if base is not None:
         state |= {name: base.original(name) for name in names if name not in here}
-    dense.config.dtype = max((t.dtype for t in state.values() if t.is_floating_point()), key=lambda d: d.itemsize)
+    dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
+    dense.config.dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
 
     def fill(target: Path) -> None:
         dense.save_pretrained(target, state_dict=dict(state))

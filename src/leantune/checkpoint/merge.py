@@ -40,6 +40,7 @@ def merge_run(path: Path, target: Path, base: str | None = None) -> list[str]:
         )
     samples = _samples(trained.model)
     expected = _logits(trained.model, samples)
+    embeddings = trained.attached.embeddings
     packed = sum(isinstance(module, PackedLinear) for module in trained.model.modules())
     if isinstance(trained.attached, AttachedFactors):
         fold_into_weights(trained.attached)
@@ -51,6 +52,8 @@ def merge_run(path: Path, target: Path, base: str | None = None) -> list[str]:
             f"the weights of {packed} linear layers come from the {base_name} base that was trained against, "
             "unpacked to fp32, not from the checkpoint"
         )
+    if embeddings is not None:
+        lines.append(embeddings.describe())
     merged = load_base("dense", resolve_model(str(target)))
     difference = float((_logits(merged.eval(), samples) - expected).abs().max())
     scale = float(expected.abs().max())

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from leantune.bases import load_base
-from leantune.checkpoint.adapter import adapter_base, is_adapter, load_adapter
+from leantune.checkpoint.adapter import adapter_base, is_adapter, load_adapter, saved_vocabulary
 from leantune.checkpoint.run_folder import CONFIG, RunFolder
 from leantune.config import RunConfig, load_config
 from leantune.config.schema import DenseBase
@@ -18,6 +18,7 @@ from leantune.errors import CheckpointError, ConfigError
 from leantune.methods import Attached
 from leantune.models.precision import Precision, choose_precision
 from leantune.models.source import ModelSource, load_tokenizer, resolve_model
+from leantune.models.vocabulary import Growth, load_vocabulary
 
 
 @dataclass
@@ -101,7 +102,8 @@ def load_trained(
     `base` names the base model of an adapter folder that does not say, or stands in for one
     that has moved. A run (also named by its adapter/ or model/) is used as it was trained: with its
     template, system message, tokenizer, precision and attention, unless others are named.
-    `untouched` gives the model under a run or adapter, used in the same way. Weights are fp32 on a
+    `untouched` gives the model under a run or adapter, used in the same way: tokens that training added have
+    the embeddings that they started with. Weights are fp32 on a
     CPU and bf16 on a GPU that has it, if neither `precision` (as `train.precision`) nor a run
     says otherwise. Raises `CheckpointError`, `ConfigError` or `ModelError`.
     """
@@ -111,6 +113,7 @@ def load_trained(
     config = place.config
     chosen = choose_precision(precision or (config.train.precision if config else "auto"), target)
     base_section = config.base if config else DenseBase()
+    tokenizer, growth = _vocabulary(place, source, untouched)
     model = load_base(
         base_section.name,
         source,
@@ -118,10 +121,10 @@ def load_trained(
         device=target,
         attention=_attention(config, target, chosen.weights),
         settings=base_section.model_dump(exclude={"name"}),
+        growth=growth,
     )
     whole = config.method.name if config is not None and not untouched else "base"
     attached = load_adapter(model, adapter) if adapter else Attached(whole, model)
-    tokenizer = load_tokenizer(source, config.model.tokenizer if config else None)
     spec, format, own_system = _rendering(place, template)
     rendered = make_template(
         spec, format, tokenizer, system=(own_system if system is None else system) or None
@@ -150,6 +153,20 @@ def _what(place: _Place, base: str | None, untouched: bool) -> tuple[Path | None
         raise ConfigError(f"base: {place.name} is a whole model, not an adapter of {base}; leave it out")
     trusted = place.config is not None and place.config.model.trust_remote_code
     return None, resolve_model(str(place.whole_model or place.name), trust_remote_code=trusted)
+
+
+def _vocabulary(
+    place: _Place, source: ModelSource, untouched: bool
+) -> tuple[PreTrainedTokenizerBase, Growth | None]:
+    """The tokenizer that was trained with, and the rows that its added tokens need in the base model."""
+    folder, config = place.adapter, place.config
+    if folder is not None and (saved := saved_vocabulary(folder, source)) is not None:
+        return saved
+    if config is None:
+        return load_tokenizer(source), None
+    if config.model.add_tokens and not untouched:  # a whole model, which has its rows and its tokenizer
+        return load_tokenizer(source), None
+    return load_vocabulary(source, config.model.tokenizer, config.model.add_tokens)
 
 
 def _device(name: str) -> torch.device:

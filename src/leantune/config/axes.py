@@ -42,6 +42,9 @@ class LowRankMethod(Section, Generic[NameT]):
     rslora: bool = Field(
         default=False, description="rank-stabilised scale alpha / sqrt(rank), arXiv 2312.03732"
     )
+    train_embeddings: bool = Field(
+        default=False, description="train the token embeddings and the output head too, whole"
+    )
 
 
 class LoraMethod(LowRankMethod[Literal["lora"]]):
@@ -76,6 +79,9 @@ class LoreftMethod(Section):
     dropout: Share = Field(default=0.0, description="dropout on the edited state (probability)")
     activation: Literal["linear", "relu", "gelu", "silu", "tanh"] = Field(
         default="linear", description="activation after the learned projection W h + b"
+    )
+    train_embeddings: bool = Field(
+        default=False, description="train the token embeddings and the output head too, whole"
     )
 
 
@@ -173,7 +179,7 @@ class FsdpStrategy(DistributedStrategy[Literal["fsdp"]]):
     )
     cpu_offload: bool = Field(
         default=False,
-        description="parameters, gradients and optimizer live in host memory: weights cross the bus "
+        description="shards, their gradients and optimizer states live in host memory: weights cross the bus "
         "for each block, and the host computes the step",
     )
     adapter: Literal["auto", "replicated", "sharded"] = Field(

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import re
 
-from leantune.config.axes import DdpStrategy, DoraMethod, FsdpStrategy, LoraMethod, LoreftMethod
+from leantune.config.axes import (
+    DdpStrategy,
+    DoraMethod,
+    FsdpStrategy,
+    FullMethod,
+    LoraMethod,
+    LoreftMethod,
+)
 from leantune.config.grid import refusal
 from leantune.config.layers import parse_layers, parse_position
 from leantune.config.schema import RunConfig
@@ -21,6 +28,7 @@ def cross_check(config: RunConfig) -> list[str]:
             f"{config.strategy.name} is refused: {reason}"
         )
     problems += _check_method(config)
+    problems += _check_tokens(config)
     problems += _check_batches(config)
     problems += _check_strategy(config)
     problems += _check_schedule(config)
@@ -54,6 +62,30 @@ def _check_method(config: RunConfig) -> list[str]:
     if isinstance(method, LoraMethod | DoraMethod) and method.target_modules == ():
         problems.append("method.target_modules: the list is empty; nothing would be trained")
     return problems
+
+
+def _check_tokens(config: RunConfig) -> list[str]:
+    tokens, method, problems = config.model.add_tokens, config.method, list[str]()
+    blank = [token for token in tokens if not token.strip()]
+    twice = sorted({token for token in tokens if tokens.count(token) > 1})
+    if blank:
+        problems.append(f"model.add_tokens: {blank[0]!r} is blank; expected text that is to be one token")
+    if twice:
+        problems.append(f"model.add_tokens: {', '.join(map(repr, twice))} named twice; name each token once")
+    if tokens and not (isinstance(method, FullMethod) or _trains_embeddings(config)):
+        fix = "use lora, dora or loreft with train_embeddings"
+        if isinstance(method, LoraMethod | DoraMethod | LoreftMethod):
+            fix = "set method.train_embeddings: true"
+        problems.append(
+            f"model.add_tokens: method {method.name} as it is leaves the embeddings frozen, so the new "
+            f"tokens would stay at the mean of the others; {fix}, or use method full"
+        )
+    return problems
+
+
+def _trains_embeddings(config: RunConfig) -> bool:
+    method = config.method
+    return isinstance(method, LoraMethod | DoraMethod | LoreftMethod) and method.train_embeddings
 
 
 def _check_batches(config: RunConfig) -> list[str]:
@@ -152,9 +184,11 @@ def _check_8bit(config: RunConfig) -> list[str]:
     if not name.endswith("_8bit") or not isinstance(strategy, FsdpStrategy):
         return []
     has_adapter = isinstance(method, LoraMethod | DoraMethod)
-    if isinstance(method, LoreftMethod) or (has_adapter and strategy.adapter == "replicated"):
+    embeddings = _trains_embeddings(config)
+    whole = isinstance(method, LoreftMethod) or (has_adapter and strategy.adapter == "replicated")
+    if whole and not embeddings:
         return []
-    fix = "use adamw, or strategy.adapter: replicated" if has_adapter else "use adamw"
+    fix = "use adamw, or strategy.adapter: replicated" if has_adapter and not embeddings else "use adamw"
     return [
         f"train.optimizer.name: {name} does not go with sharded parameters: its states are blocks over "
         f"flat memory, which do not follow the rows of a shard; {fix}"

@@ -19,7 +19,7 @@ from leantune.config.axes import (
     Strategy,
     named_strategy,
 )
-from leantune.config.section import Betas, PositiveInt, Section, Share, as_tuple, named
+from leantune.config.section import Betas, PositiveInt, Section, Share, Strings, as_tuple, named
 
 
 class ModelSection(Section):
@@ -32,6 +32,11 @@ class ModelSection(Section):
     revision: str | None = Field(default=None, description="branch, tag or commit of a hub model")
     tokenizer: str | None = Field(
         default=None, description="folder or hub id of the tokenizer; default: the model's own"
+    )
+    add_tokens: Strings = Field(
+        default=(),
+        description="tokens that the tokenizer gets besides its own; their embeddings start as the mean "
+        "of the others, and must be trained: method full, or train_embeddings",
     )
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
@@ -163,7 +168,7 @@ class TrainSection(Section):
     )
     activation_checkpointing: bool = Field(
         default=False,
-        description="recompute the activations of blocks in backward: about a third more time, "
+        description="recompute the activations of blocks in backward: a third (full) to a half more time, "
         "far less memory",
     )
     checkpoint_every_blocks: PositiveInt = Field(

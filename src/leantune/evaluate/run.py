@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-import torch
-
 from leantune.checkpoint.trained import Trained
 from leantune.data.encode import EncodingRules, encode_examples
 from leantune.data.examples import Example

@@ -119,10 +119,12 @@ def attach(
     target_modules: str | Sequence[str] = "all-linear",
     layers: str | Sequence[int] = "all",
     rslora: bool = False,
+    train_embeddings: bool = False,
 ) -> Attached:
     """Attach DoRA to the linear layers that `target_modules` and `layers` name.
 
     The update is scaled by alpha / rank, or alpha / sqrt(rank) with `rslora` (arXiv 2312.03732).
+    `train_embeddings`: the embeddings and the output head are trained too.
     Layers whose weights are there already give their row norms at once; for the others
     `set_row_norms` must be called. Raises `ModelError` for targets or layers that do not exist.
     """
@@ -135,7 +137,8 @@ def attach(
             norms = row_norms(dense_weight(layer))
             factors.set_norms(norms, norms)
         add_factors(layer, "dora", factors)
-    settings = {"rank": rank, "alpha": alpha, "dropout": dropout, "rslora": rslora}
+    settings: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "rslora": rslora}
+    settings["train_embeddings"] = train_embeddings
     return AttachedDora(model, targets, settings)
 
 

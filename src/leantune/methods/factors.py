@@ -7,6 +7,7 @@ forward hook, so the layer itself, its names and its kind (dense or packed) stay
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from leantune.errors import CheckpointError
+from leantune.methods.embeddings import TrainedEmbeddings
 from leantune.methods.protocol import AdapterFiles, Attached, home
 from leantune.models.anatomy import linears, summarise_names
 from leantune.models.packed import PackedLinear
@@ -24,6 +26,9 @@ from leantune.ops.lowrank import add_lowrank, lowrank_weight
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
+
+# PEFT saves resized embeddings three times: as trained, so again in their wrapper, and as they were.
+_PEFT_COPY = re.compile(r"\.(modules_to_save|original_module)\.(weight|bias)$")
 
 Hook = Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]
 
@@ -79,6 +84,7 @@ class AttachedFactors(Attached):
         hook: Hook | None,
     ) -> None:
         super().__init__(name, model)
+        self.embeddings = TrainedEmbeddings(model) if settings["train_embeddings"] else None
         self.targets = dict(targets)
         self.settings = settings
         self._label = label
@@ -98,6 +104,7 @@ class AttachedFactors(Attached):
 
     @contextmanager
     def disabled(self) -> Generator[None]:
+        self.refuse_if_changed()
         for factors in self.factors().values():
             factors.enabled = False
         try:
@@ -107,14 +114,26 @@ class AttachedFactors(Attached):
                 factors.enabled = True
 
     def describe(self) -> list[str]:
-        return [f"{self._label} on {len(self.targets)} linear layers: {summarise_names(self.targets)}"]
+        line = f"{self._label} on {len(self.targets)} linear layers: {summarise_names(self.targets)}"
+        return [line, self.embeddings.describe()] if self.embeddings else [line]
+
+    def check_saved(self, config: Mapping[str, Any]) -> None:
+        if self.embeddings is not None:
+            self.embeddings.check_peft(config["modules_to_save"])
 
     def export(self) -> AdapterFiles:
         tensors: dict[str, Tensor] = {}
         for name, factors in self.factors().items():
             tensors[f"base_model.model.{name}.lora_A.weight"] = factors.A.detach()
             tensors[f"base_model.model.{name}.lora_B.weight"] = factors.B.detach()
+        if self.embeddings is not None:
+            tensors |= self.embeddings.tensors("base_model.model.")
         return AdapterFiles(CONFIG_FILE, self._peft_config(), TENSORS_FILE, tensors)
+
+    def load(self, tensors: Mapping[str, Tensor], origin: str) -> None:
+        if self.embeddings is not None:
+            tensors = {name: value for name, value in tensors.items() if not _PEFT_COPY.search(name)}
+        super().load(tensors, origin)
 
     @torch.no_grad()
     def merged_weights(self) -> Iterator[tuple[nn.Module, Tensor]]:
@@ -135,6 +154,7 @@ class AttachedFactors(Attached):
             "bias": "none",
             "fan_in_fan_out": are_transposed(self.targets),
             "inference_mode": True,
+            **(self.embeddings.peft_config() if self.embeddings else {}),
         }
 
 
@@ -188,7 +208,6 @@ _PEFT_VARIANTS = (
 # What a PEFT configuration may say under keys that leantune has no counterpart of.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
-    "modules_to_save": (None, []),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "lora_bias": (False, None),
@@ -225,5 +244,6 @@ def peft_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "dropout": float(config.get("lora_dropout", 0.0)),
         "rslora": bool(config.get("use_rslora", False)),
         "target_modules": config["target_modules"],
+        "train_embeddings": bool(config.get("modules_to_save")),
         "layers": "all" if layers is None else [layers] if isinstance(layers, int) else layers,
     }

@@ -55,15 +55,18 @@ def attach(
     target_modules: str | Sequence[str] = "all-linear",
     layers: str | Sequence[int] = "all",
     rslora: bool = False,
+    train_embeddings: bool = False,
     implementation: str = "leantune",
 ) -> Attached:
     """Attach LoRA to the linear layers that `target_modules` and `layers` name.
 
     The update is scaled by alpha / rank, or alpha / sqrt(rank) with `rslora`
-    (arXiv 2312.03732). Raises `ModelError` for targets or layers that do not exist.
+    (arXiv 2312.03732). `train_embeddings`: the embeddings and the output head are trained too.
+    Raises `ModelError` for targets or layers that do not exist.
     """
     targets = match_linears(model, target_modules, parse_layers(layers))
-    settings = {"rank": rank, "alpha": alpha, "dropout": dropout, "rslora": rslora}
+    settings: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "rslora": rslora}
+    settings["train_embeddings"] = train_embeddings
     if implementation == "peft":
         return _attach_peft(model, targets, settings, seed)
     scale = update_scale(rank, alpha, rslora)
@@ -102,6 +105,7 @@ class _AttachedPeft(AttachedFactors):
 
     @contextmanager
     def disabled(self) -> Generator[None]:
+        self.refuse_if_changed()
         from peft.tuners.lora import LoraLayer
 
         layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
@@ -114,10 +118,13 @@ class _AttachedPeft(AttachedFactors):
                 layer.enable_adapters(True)
 
     def export(self) -> AdapterFiles:
+        embeddings = self.embeddings.tensors("base_model.model.") if self.embeddings else {}
         tensors = {
             f"base_model.model.{name.replace('.default.', '.')}": parameter.detach()
             for name, parameter in self.trainable().items()
+            if f"base_model.model.{name}" not in embeddings
         }
+        tensors |= embeddings
         return AdapterFiles(CONFIG_FILE, self._peft_config(), TENSORS_FILE, tensors)
 
 
@@ -152,4 +159,6 @@ def _attach_peft(
         owner, _, attribute = name.rpartition(".")
         device = "cpu" if parameter.device.type == "meta" else parameter.device
         setattr(model.get_submodule(owner), attribute, nn.Parameter(start.to(device)))
+    if attached.embeddings is not None:  # PEFT has frozen them
+        attached.embeddings.require_gradients()
     return attached

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from leantune.config.layers import parse_layers, parse_position
 from leantune.errors import CheckpointError, ModelError
+from leantune.methods.embeddings import TrainedEmbeddings
 from leantune.methods.protocol import AdapterFiles, Attached, home, named_generator
 from leantune.models.anatomy import decoder_blocks, select_blocks, text_config
 from leantune.models.source import fingerprint
@@ -68,6 +69,7 @@ class AttachedLoreft(Attached):
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
         super().__init__("loreft", model)
+        self.embeddings = TrainedEmbeddings(model) if settings["train_embeddings"] else None
         self.blocks = dict(blocks)
         self.settings = settings
         self.first, self.last = parse_position(settings["position"])
@@ -109,6 +111,7 @@ class AttachedLoreft(Attached):
 
     @contextmanager
     def disabled(self) -> Generator[None]:
+        self.refuse_if_changed()
         self._enabled = False
         try:
             yield
@@ -198,10 +201,11 @@ class AttachedLoreft(Attached):
         kind = "tied" if self.settings["tied"] else "untied"
         everywhere = len(layers) == len(decoder_blocks(self.model))
         where = f"all {len(layers)} blocks" if everywhere else f"blocks {', '.join(map(str, layers))}"
-        return [
+        line = (
             f"LoReFT rank {self.settings['rank']}, position {self.settings['position']} ({kind}), "
             f"at the outputs of {where}"
-        ]
+        )
+        return [line, self.embeddings.describe()] if self.embeddings else [line]
 
     def export(self) -> AdapterFiles:
         interventions = self.interventions()
@@ -210,6 +214,8 @@ class AttachedLoreft(Attached):
             for name, module in interventions.items()
             for part, parameter in module.named_parameters()
         }
+        if self.embeddings is not None:
+            tensors |= self.embeddings.tensors()
         config: dict[str, Any] = {
             "format": "leantune-reft",
             "format_version": FORMAT_VERSION,
@@ -234,10 +240,12 @@ def attach(
     tied: bool = True,
     dropout: float = 0.0,
     activation: str = "linear",
+    train_embeddings: bool = False,
 ) -> Attached:
     """Attach one LoReFT intervention (tied) or two (untied) to the output of each chosen block.
 
-    Raises `ModelError` for layers that do not exist or a rank larger than the hidden size.
+    `train_embeddings`: the embeddings and the output head are trained too. Raises `ModelError` for layers
+    that do not exist or a rank larger than the hidden size.
     """
     blocks = select_blocks(model, parse_layers(layers))
     dim = int(text_config(model).hidden_size)
@@ -256,6 +264,7 @@ def attach(
         "tied": tied,
         "dropout": dropout,
         "activation": activation,
+        "train_embeddings": train_embeddings,
     }
     return AttachedLoreft(model, blocks, settings)
 
@@ -271,4 +280,6 @@ def settings_from(config: Mapping[str, Any]) -> dict[str, Any]:
     absent = [key for key in keys if key not in config]
     if absent:
         raise CheckpointError(f"reft_config.json: {absent[0]} is missing; it is no complete adapter")
-    return {key: config[key] for key in keys}
+    # Adapters of before there was such a setting do not have the key.
+    embeddings = bool(config.get("train_embeddings", False))
+    return {**{key: config[key] for key in keys}, "train_embeddings": embeddings}

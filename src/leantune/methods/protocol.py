@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leantune.errors import CheckpointError
+from leantune.errors import CheckpointError, ModelError
+from leantune.methods.embeddings import TrainedEmbeddings
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ class Attached:
     The defaults are those of a method that is nothing but parameters.
     """
 
-    # Whether a trained parameter must be whole on every rank, because a row of it means nothing alone.
+    # Whether the method's own parameters must be whole on every rank, because a row means nothing alone.
     always_whole = False
+    # The embeddings of the model, if they are trained too.
+    embeddings: TrainedEmbeddings | None = None
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name = name
@@ -64,8 +67,18 @@ class Attached:
         return nullcontext()
 
     def disabled(self) -> AbstractContextManager[None]:
-        """Forward passes inside this context are those of the untouched model."""
+        """Forward passes inside this context are those of the untouched model.
+
+        Raises `ModelError` if weights of the model itself are trained, so that there is none to go back to.
+        """
         return nullcontext()
+
+    def refuse_if_changed(self) -> None:
+        """What `disabled` of a method that can have trained embeddings does first."""
+        if self.embeddings is not None:
+            raise ModelError(
+                "method.train_embeddings changed the embeddings themselves; load the base model to compare"
+            )
 
     def num_edited(self, prompt_length: int) -> int | None:
         """How many tokens of a prompt this method edits; None if it does not go by position."""
@@ -98,6 +111,10 @@ class Attached:
         """The adapter as it is saved; None if the method saves a whole model."""
         return None
 
+    def check_saved(self, config: Mapping[str, Any]) -> None:
+        """Raise `CheckpointError` if a saved configuration means something else than what was attached."""
+        del config
+
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], origin: str) -> None:
         """Give the parameters the values of an export; names and shapes must match exactly.
@@ -118,11 +135,22 @@ class Attached:
             problems.append(
                 f"matching nothing in the model: {', '.join(unexpected[:5])} ({len(unexpected)} in all)"
             )
-        problems += sorted(shapes)[:5]
+        problems += sorted(shapes)[:5] or _torn(expected, tensors)
         if problems:
             raise CheckpointError(f"{origin} does not fit this model; " + "; ".join(problems))
         for name, parameter in expected.items():  # the export holds the parameters' own storage
             parameter.copy_(tensors[name])
+
+
+def _torn(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Tensors that differ although the model has them as one, under two names."""
+    first: dict[int, str] = {}
+    pairs = [(first.setdefault(id(tensor), name), name) for name, tensor in expected.items()]
+    return [
+        f"{one} and {other} are tied in this model, but differ"
+        for one, other in pairs
+        if one in tensors and other in tensors and not torch.equal(tensors[one], tensors[other])
+    ]
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:

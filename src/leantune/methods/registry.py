@@ -12,7 +12,7 @@ from torch import nn
 from leantune import methods
 from leantune.methods.protocol import Attached
 
-_NOT_METHODS = {"factors", "protocol", "registry"}
+_NOT_METHODS = {"embeddings", "factors", "protocol", "registry"}
 
 
 def method_names() -> list[str]:
@@ -45,7 +45,9 @@ def attach_saved(config_file: str, model: nn.Module, config: Mapping[str, Any]) 
         module = _module(name)
         accepts = getattr(module, "accepts", None)
         if getattr(module, "CONFIG_FILE", None) == config_file and (accepts is None or accepts(config)):
-            return module.attach(model, seed=0, **module.settings_from(config))
+            attached = module.attach(model, seed=0, **module.settings_from(config))
+            attached.check_saved(config)
+            return attached
     return None
 
 

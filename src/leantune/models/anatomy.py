@@ -138,10 +138,7 @@ def _no_match(target: str, candidates: Iterable[str], key: str) -> str:
     suffixes = sorted({name.rpartition(".")[2] for name in candidates})
     close = difflib.get_close_matches(target.rpartition(".")[2], suffixes, 1, 0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return (
-        f"{key}: {target!r} matches no linear layer{hint} "
-        f"(linear layers here: {', '.join(suffixes)})"
-    )
+    return f"{key}: {target!r} matches no linear layer{hint} (linear layers here: {', '.join(suffixes)})"
 
 
 def summarise_names(names: Iterable[str]) -> str:

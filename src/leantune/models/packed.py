@@ -24,7 +24,9 @@ class PackedLinear(nn.Module):
     packed_names: tuple[str, ...] = ()
     bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None, transposed: bool) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: nn.Parameter | None, transposed: bool
+    ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
@@ -56,11 +58,11 @@ class PackedLinear(nn.Module):
         return ()
 
     def finish(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Final values, from those of `pack` for all `out` rows, of the `unfinished` tensors and of buffers."""
+        """Final values of the `unfinished` tensors and of buffers, from those of `pack` for all rows."""
         raise NotImplementedError
 
     def refined(self, finished: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What `unpack` takes for all rows in the place of the `unfinished` tensors, from `finish`'s values."""
+        """What `unpack` takes for the `unfinished` tensors of all rows, from the values of `finish`."""
         raise NotImplementedError
 
     def to_dense(self) -> nn.Module:

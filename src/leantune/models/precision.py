@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a run. `compute`: autocast's, None without it; `scaled`: losses are scaled against underflow."""
+    """Dtypes of a run. `compute`: autocast's, or None; `scaled`: losses are scaled against underflow."""
 
     weights: torch.dtype
     trained: torch.dtype

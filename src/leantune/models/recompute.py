@@ -1,4 +1,4 @@
-"""Activation checkpointing of decoder blocks: a block keeps its input alone and computes again in backward."""
+"""Activation checkpointing: a decoder block keeps its input alone and computes again in backward."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 class Rows(NamedTuple):
-    """This rank's rows of a tensor: `local` holds rows `start` to `stop`; it is the parameter's own memory."""
+    """This rank's rows of a tensor, `start` to `stop`; `local` is the parameter's own memory."""
 
     local: Tensor
     start: int

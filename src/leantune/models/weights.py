@@ -60,7 +60,7 @@ class WeightFiles:
 
     def whole(self, name: str) -> Tensor:
         """A whole tensor; its memory is the mapped file's where that is possible."""
-        return self._file(name).get_tensor(name)
+        return self._found(name, "get_tensor")
 
     def rows(self, name: str, start: int, stop: int, *, columns: bool = False) -> Tensor:
         """Rows `start` to `stop` of a tensor (of a matrix also its columns)."""
@@ -68,7 +68,16 @@ class WeightFiles:
         return part[:, start:stop] if columns else part[start:stop]
 
     def _slice(self, name: str) -> Any:
-        return self._file(name).get_slice(name)
+        return self._found(name, "get_slice")
+
+    def _found(self, name: str, how: str) -> Any:
+        file = self._file(name)
+        try:
+            return getattr(file, how)(name)
+        except SafetensorError as error:
+            raise ModelError(
+                f"model.name: {self.path_of[name]} does not hold {name}, although the index says so: {error}"
+            ) from error
 
     def _file(self, name: str) -> Any:
         path = self.path_of[name]
@@ -166,8 +175,16 @@ class WeightMap:
             assert converter is not None
             target = self._targets[id(entry)]
             for pattern, key in entry.keys:
-                converter.add_tensor(target, key, pattern, self.files.whole(key))
-            made: dict[str, Any] = converter.convert(target, model=self._model, config=self._model.config)
+                converter.add_tensor(target, key, pattern, self.files.whole(key))  # pyright: ignore[reportArgumentType]
+            try:
+                made: dict[str, Any] = converter.convert(target, model=self._model, config=self._model.config)
+            except (RuntimeError, ValueError, KeyError, IndexError) as error:
+                keys = ", ".join(self.keys_of(name)[:3])
+                raise ModelError(
+                    f"model.name: {self.files.source.name}: {name} cannot be put together from the "
+                    f"{len(entry.keys)} tensors of the checkpoint that belong to it ({keys}, ...): {error}; "
+                    "is the checkpoint complete?"
+                ) from error
             self._last = (
                 entry,
                 {k: v[0] if isinstance(v, list) else v for k, v in made.items()},
@@ -185,9 +202,12 @@ def _locate(source: ModelSource) -> dict[str, Path]:
     if index is not None:
         try:
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"model.name: {index} is not an index of safetensors files: {error!r}") from error
-        paths = {file: _find(source, file) for file in sorted(set(weight_map.values()))}
+            names = sorted(set(weight_map.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"model.name: {index} is not an index of safetensors files: {error!r}"
+            ) from error
+        paths = {file: _find(source, file) for file in names}
         absent = [file for file, path in paths.items() if path is None]
         if absent:
             raise ModelError(f"model.name: {source.name} lacks {', '.join(absent[:5])}, which {index} names")
@@ -197,10 +217,12 @@ def _locate(source: ModelSource) -> dict[str, Path]:
         return dict.fromkeys(_names_in(single), single)
     if any(_find(source, file) is not None for file in _PICKLED):
         raise ModelError(
-            f"model.name: {source.name} has pickled weights (.bin) only, and those are never read; convert "
-            "it once on a machine where you trust the file: transformers' from_pretrained, then save_pretrained"
+            f"model.name: {source.name} has pickled weights (.bin) only, and those are never read; "
+            "convert it once on a machine where you trust the file: transformers' from_pretrained, save_pretrained"
         )
-    raise ModelError(f"model.name: {source.name} has no {_SINGLE}; expected a Hugging Face model with weights")
+    raise ModelError(
+        f"model.name: {source.name} has no {_SINGLE}; expected a Hugging Face model with weights"
+    )
 
 
 def _find(source: ModelSource, file: str) -> Path | None:

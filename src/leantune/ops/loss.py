@@ -30,13 +30,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 scores.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=scores.dtype))
                 if scores.dtype != rows.dtype:
                     rows.copy_(scores)
-        ctx.gradient = logits_NV if with_gradient else None
+        if with_gradient:  # saved, not kept: a checkpoint around this lets go of it until backward
+            ctx.save_for_backward(logits_NV)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        gradient: Tensor = ctx.gradient
-        ctx.gradient = None
+        (gradient,) = ctx.saved_tensors
         return gradient.mul_(grad_outputs[0]), None, None
 
 

@@ -131,8 +131,8 @@ def _check_torch(model: nn.Module) -> None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < (2, 12) and any(not p.is_floating_point() for p in model.parameters()):
         raise ModelError(
-            f"base: packed weights cannot be sharded by torch {torch.__version__}, whose FSDP2 wants gradients "
-            "of every parameter it shards; use torch 2.12 or later, base: dense, or strategy: ddp"
+            f"base: packed weights cannot be sharded by torch {torch.__version__}, whose FSDP2 wants "
+            "gradients of every parameter it shards; use torch 2.12 or later, base: dense, or strategy: ddp"
         )
 
 
@@ -141,7 +141,11 @@ def _join_alone(world: World) -> None:
     if not dist.is_initialized():
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=30)
+            backend,
+            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
+            rank=0,
+            world_size=1,
+            timeout=timedelta(minutes=30),
         )
 
 
@@ -164,7 +168,11 @@ def _replicated(
         return frozenset(), []
     size = sum(trainable[name].numel() * trainable[name].element_size() for name in new)
     keep = adapter == "replicated" or (adapter == "auto" and size < _REPLICATED_BYTES)
-    asked = "as asked" if adapter != "auto" else f"{'less' if keep else 'more'} than {_REPLICATED_BYTES >> 20} MiB"
+    asked = (
+        "as asked"
+        if adapter != "auto"
+        else f"{'less' if keep else 'more'} than {_REPLICATED_BYTES >> 20} MiB"
+    )
     where = "whole on every rank, one all-reduce a step" if keep else "sharded like the weights"
     return new if keep else frozenset(), [f"adapter of {size / 2**20:.1f} MiB: {where} ({asked})"]
 
@@ -172,5 +180,5 @@ def _replicated(
 def _describe(sharding: str, groups: int, world: World, cpu_offload: bool) -> str:
     kept = "kept gathered through a step" if "grad_op" in sharding else "gathered for each block"
     copies = f", {groups} copies" if groups > 1 else ""
-    host = "; parameters and optimizer in host memory" if cpu_offload else ""
+    host = "; the shards and their optimizer states in host memory" if cpu_offload else ""
     return f"weights sharded over {world.size // groups} devices{copies}, {kept}{host}"

@@ -1,6 +1,6 @@
 """Where the trained parameters of a run lie, and what the ranks do with their gradients.
 
-A strategy is one file of this folder with `place(model, attached_parameters, world, **settings) -> Placement`.
+A strategy is one file of this folder with `place(model, trainable, world, **settings) -> Placement`.
 It gets the model while its weights are still on the meta device, and may shard it.
 """
 
@@ -64,7 +64,7 @@ class Placement:
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of all gradients of all ranks together, a scalar on the compute device."""
-        return torch.linalg.vector_norm(self._norms(gradients))
+        return self._norms(gradients).square().sum().sqrt()
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         """The whole tensor of a parameter, or of an optimizer state of its shape; a collective."""
@@ -72,7 +72,7 @@ class Placement:
         return local
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """The part of a whole tensor (a parameter or an optimizer state of its shape) that this rank holds."""
+        """This rank's part of a whole tensor, which is a parameter or an optimizer state of its shape."""
         del name
         return whole
 
@@ -80,9 +80,10 @@ class Placement:
         """The norm of each tensor, on the compute device: one transfer for each device they lie on."""
         norms: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
-            norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+            norm: Tensor = torch.norm(tensor, dtype=torch.float32)  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
             norms.setdefault(tensor.device, []).append(norm)
-        parts = [torch.stack(group).to(self.device) for group in norms.values()]
+        groups = list(norms.values())
+        parts = [torch.stack(group).to(self.device) for group in groups]
         return torch.cat(parts) if parts else torch.zeros(0, device=self.device)
 
 

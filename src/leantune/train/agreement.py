@@ -61,7 +61,8 @@ def weights_checksum(model: nn.Module) -> int:
 
 def _settings_digest(config: RunConfig) -> str:
     tree: dict[str, Any] = to_tree(config)
-    compared = {key: tree[key] for key in _COMPARED_SECTIONS}
+    compared: dict[str, Any] = {key: tree[key] for key in _COMPARED_SECTIONS}
+    compared["add_tokens"] = list(config.model.add_tokens)
     return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
 
 

@@ -17,7 +17,8 @@ from leantune.models.empty import materialise
 from leantune.models.expand import Expansion, check_identity, new_blocks, plan_expansion
 from leantune.models.precision import Precision, choose_precision
 from leantune.models.recompute import recompute_blocks
-from leantune.models.source import load_config, resolve_model
+from leantune.models.source import ModelSource, load_config, resolve_model
+from leantune.models.vocabulary import Growth, load_vocabulary
 from leantune.strategies.placement import Placement
 from leantune.strategies.process import World
 
@@ -50,6 +51,7 @@ def build_model(config: RunConfig, world: World) -> BuiltModel:
     placement.take(attached.trainable())
     if base.expansion is not None:
         check_identity(base.model, base.expansion)
+        placement.end_passes()
     lines = [*base.notes, *attached.describe(), *placement.describe()]
     return BuiltModel(base.model, base, attached, placement, lines)
 
@@ -65,6 +67,7 @@ def attach_method(config: RunConfig, precision: Precision) -> tuple[BuiltBase, A
         settings=config.base.model_dump(exclude={"name"}),
         attention=section.attention,
         expansion=_expansion(config, load_config(source)),
+        growth=_growth(config, source),
     )
     attached = attach(method.name, base.model, method.model_dump(exclude={"name"}), train.seed)
     with torch.no_grad():
@@ -83,10 +86,16 @@ def _expansion(config: RunConfig, model_config: Any) -> Expansion | None:
         return None
     if present is not None:
         raise ConfigError(
-            f"method.blocks: {blocks}, but {config.model.name} was expanded by {len(present)} blocks already; "
-            f"set method.blocks to {len(present)} to train those"
+            f"method.blocks: {blocks}, but {config.model.name} was expanded by {len(present)} blocks "
+            f"already; set method.blocks to {len(present)} to train those"
         )
     return plan_expansion(model_config, blocks)
+
+
+def _growth(config: RunConfig, source: ModelSource) -> Growth | None:
+    """The rows that added tokens need."""
+    section = config.model
+    return load_vocabulary(source, section.tokenizer, section.add_tokens)[1] if section.add_tokens else None
 
 
 def _named(base: BuiltBase) -> list[tuple[str, Any]]:

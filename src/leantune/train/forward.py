@@ -72,6 +72,7 @@ def mean_loss(
         if number < len(mine):
             total += loss
     if placement is not None:
+        placement.end_passes()
         placement.sum_over_ranks([total])
     model.train(was_training)
     return float(total) / window.supervised_tokens, window.supervised_tokens

@@ -60,7 +60,8 @@ def train_step(run: Run, state: TrainState) -> bool:
     sums[0] = sum((loss for _, loss in losses), start=sums[0])
     gradients = run.placement.sum_gradients(sums)
     if run.settings.precision.scaled:
-        torch._foreach_mul_(gradients, 1.0 / state.loss_scale)
+        for gradient in gradients:
+            gradient.mul_(1.0 / state.loss_scale)
     loss = float(sums[0]) / window.supervised_tokens
     run.attached.before_step()
     norm = run.placement.total_norm(gradients)

@@ -55,11 +55,11 @@ def build_optimizer(
 def _of_bitsandbytes(
     name: str, trainable: Mapping[str, nn.Parameter]
 ) -> Callable[..., torch.optim.Optimizer]:
-    """An optimizer class of bitsandbytes; raises `ConfigError` where it is missing or could not do as it says."""
+    """An optimizer class of bitsandbytes; raises `ConfigError` where it is missing or would not obey."""
     if name.startswith("paged") and any(p.device.type != "cuda" for p in trainable.values()):
         raise ConfigError(
-            f"train.optimizer.name: {name} pages optimizer states between GPU and host memory, and the trained "
-            "parameters are in host memory already; use adamw or adamw_8bit"
+            f"train.optimizer.name: {name} pages optimizer states between GPU and host memory, and the "
+            "trained parameters are in host memory already; use adamw or adamw_8bit"
         )
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of kernels that are not wanted here
     try:

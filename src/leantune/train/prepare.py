@@ -19,7 +19,8 @@ from leantune.data.prepare import PreparedData, prepare_data
 from leantune.data.show import show_example, show_example_styled
 from leantune.errors import ConfigError
 from leantune.models.precision import choose_precision
-from leantune.models.source import check_vocabulary, load_config, load_tokenizer, resolve_model
+from leantune.models.source import check_vocabulary, load_config, resolve_model
+from leantune.models.vocabulary import describe_tokens, grown_config, load_vocabulary
 from leantune.train.assemble import check_positions, device_kind
 from leantune.train.build import attach_method
 from leantune.train.steps import StepPlan, plan_steps
@@ -38,7 +39,10 @@ def prepare_run(config: RunConfig, name: str, say: Say = print, scratch: Path | 
     section = config.model
     source = resolve_model(section.name, section.revision, section.trust_remote_code)
     model_config = load_config(source)
-    tokenizer = load_tokenizer(source, section.tokenizer)
+    tokenizer, growth = load_vocabulary(source, section.tokenizer, section.add_tokens)
+    if growth is not None:
+        model_config = grown_config(model_config, growth, source.name)
+        say(describe_tokens(tokenizer, section.add_tokens))
     check_vocabulary(model_config, tokenizer)
     prepared = prepare_data(config.data, tokenizer, config.train.seed)
     plan = plan_steps(config.train, len(prepared.train), config.strategy.devices)

@@ -13,7 +13,8 @@ class RunResult:
     """What a run came to. Losses are means over supervised tokens; tokens_per_second counts all tokens.
 
     `best_step` is that of the lowest validation loss, `exported_step` that of the weights in
-    adapter/ or model/; `eval_loss` is the last one measured.
+    adapter/ or model/; `eval_loss` is the last one measured; `peak_memory_gib` is that of the rank
+    that used most.
     """
 
     folder: Path

@@ -159,7 +159,7 @@ class RunCheckpoints:
 
     @staticmethod
     def _set_shapes(scalars: dict[str, Any], shapes: Mapping[str, torch.Size]) -> None:
-        """Shapes in a checkpoint are those of whole parameters, in the optimizer those of this rank's rows."""
+        """A checkpoint has the shapes of whole parameters, the optimizer those of this rank's rows."""
         for name, entry in scalars["parameters"].items():
             if name in shapes:
                 entry["shape"] = list(shapes[name])

@@ -14,7 +14,8 @@ from leantune.checkpoint.run_folder import RunFolder
 from leantune.config import RunConfig, load_config
 from leantune.errors import CheckpointError
 from leantune.models.packed import PackedLinear
-from leantune.models.source import load_tokenizer, resolve_model
+from leantune.models.source import resolve_model
+from leantune.models.vocabulary import load_vocabulary
 from leantune.strategies.failure import in_worker, worker_errors
 from leantune.strategies.launch import check_launch, launch
 from leantune.strategies.process import World, gather_objects, join, leave, place_on_node
@@ -155,7 +156,7 @@ def _train(
     config: RunConfig, folder: RunFolder, world: World, stop: StopRequest, notify: Notify | None, quiet: bool
 ) -> RunResult | None:
     source = resolve_model(config.model.name, config.model.revision, config.model.trust_remote_code)
-    tokenizer = load_tokenizer(source, config.model.tokenizer)
+    tokenizer, _ = load_vocabulary(source, config.model.tokenizer, config.model.add_tokens)
     events = Events(
         folder,
         main=world.is_main,
@@ -233,7 +234,7 @@ def _finish(
         tokens=state.tokens,
         seconds=state.seconds,
         tokens_per_second=state.tokens / state.seconds if state.seconds else 0.0,
-        peak_memory_gib=run.peak_memory_gib(),
+        peak_memory_gib=max(gather_objects(run.peak_memory_gib())),
     )
     line = save_trained(
         run.attached,
@@ -242,6 +243,7 @@ def _finish(
         config.model.name,
         config.model.revision,
         base=BaseOfModel(run.base.skeleton, run.base.original),
+        growth=run.base.growth,
         writes=run.world.is_main,
     )
     if run.world.is_main:

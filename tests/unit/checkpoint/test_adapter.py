@@ -63,10 +63,10 @@ def test_a_bad_write_leaves_the_good_model(tmp_path: Path, monkeypatch: pytest.M
     before = everything(folder)
     real = model.save_pretrained
 
-    def damaged(target: Path) -> None:
-        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        state["lm_head.weight"][0, 0] += 1
-        real(target, state_dict=state)
+    def damaged(target: Path, state_dict: dict[str, Tensor]) -> None:
+        first = state_dict["lm_head.weight"].clone()
+        first[0, 0] += 1
+        real(target, state_dict={**state_dict, "lm_head.weight": first})
 
     monkeypatch.setattr(model, "save_pretrained", damaged)
     with pytest.raises(CheckpointError, match=r"model was not kept: .*lm_head\.weight differ from memory"):

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from leantune.bases import load_base
 from leantune.errors import ModelError
 from leantune.models.demo import demo_folder
+from leantune.models.precision import PRECISIONS
 from leantune.models.source import (
     ModelSource,
     check_vocabulary,
@@ -97,7 +98,7 @@ def test_pickled_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     pickled = tmp_path / "pickled"
     shutil.copytree(folder, pickled, ignore=shutil.ignore_patterns("*.safetensors"))
     torch.save(tiny_model().state_dict(), pickled / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="only safetensors are read, never pickled"):
+    with pytest.raises(ModelError, match=r"pickled weights \(\.bin\) only, and those are never read"):
         load_base("dense", resolve_model(str(pickled)))
 
 
@@ -115,16 +116,14 @@ def test_a_model_that_lacks_weights_is_refused(folder: Path, tmp_path: Path) -> 
 
 
 def test_the_base_is_frozen_and_has_the_dtype_asked_for(folder: Path) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    for name, dtype in (("fp32", torch.float32), ("bf16_mixed", torch.bfloat16)):
         model = load_base("dense", resolve_model(str(folder)), precision=PRECISIONS[name])
         assert {p.dtype for p in model.parameters()} == {dtype}
         assert not any(p.requires_grad for p in model.parameters())
 
 
 def test_the_attention_kernel_is_obeyed(folder: Path) -> None:
-    model: Any = load_base(
-        "dense", resolve_model(str(folder)), attention="eager"
-    )
+    model: Any = load_base("dense", resolve_model(str(folder)), attention="eager")
     assert model.config._attn_implementation == "eager"
 
 
@@ -149,8 +148,10 @@ def test_the_fingerprint_is_that_of_the_model_and_not_of_its_place(folder: Path,
     configs = [load_config(resolve_model(str(place))) for place in (folder, tmp_path / "copy")]
     first = fingerprint(configs[0])
     assert fingerprint(configs[1]) == first
-    for attention, dtype in (("eager", torch.bfloat16), ("sdpa", torch.float32)):
-        model = load_base("dense", resolve_model(str(folder)), precision=PRECISIONS[name], attention=attention)
+    for attention, name in (("eager", "bf16"), ("sdpa", "fp32")):
+        model = load_base(
+            "dense", resolve_model(str(folder)), precision=PRECISIONS[name], attention=attention
+        )
         assert fingerprint(model.config) == first
         model.config.use_cache = False
         assert fingerprint(model.config) == first

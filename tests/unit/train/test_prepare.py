@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from leantune.checkpoint.lock import LOCK
 from leantune.config import RunConfig, validate
-from leantune.errors import CheckpointError, ConfigError, DataError, LeantuneError
+from leantune.errors import CheckpointError, ConfigError, DataError, LeantuneError, ModelError
 from leantune.methods import method_names
+from leantune.models.source import load_config, resolve_model
+from leantune.models.weights import WeightFiles
 from leantune.train.prepare import prepare_run
 from tests.fixtures import tiny_tokenizer
+from tests.methods import NEEDED
 from tests.models import ARCHITECTURES, save_tiny
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -86,18 +94,50 @@ def test_a_method_that_does_not_fit_costs_no_older_run(
 
 
 @pytest.mark.parametrize("model", list(ARCHITECTURES), indirect=True)
-def test_every_architecture_is_checked_without_its_weights(model: Path, tmp_path: Path) -> None:
+def test_every_architecture_is_checked_without_its_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model that cannot be built without weights would silently be checked too late."""
-    (model / "model.safetensors").rename(tmp_path / "elsewhere")
-    try:
-        with pytest.raises(LeantuneError, match="nothing_like_it"):
-            prepared(model, tmp_path, method={"name": "lora", "target_modules": ["nothing_like_it"]})
-        for method in method_names():
-            prepared(
-                model, tmp_path, method=method, train={"device": "cpu", "activation_checkpointing": True}
-            )
-    finally:
-        (tmp_path / "elsewhere").rename(model / "model.safetensors")
+
+    def read(*_args: Any, **_options: Any) -> None:
+        raise AssertionError("values of weights were read")
+
+    monkeypatch.setattr(WeightFiles, "whole", read)
+    monkeypatch.setattr(WeightFiles, "rows", read)
+    with pytest.raises(LeantuneError, match="nothing_like_it"):
+        prepared(model, tmp_path, method={"name": "lora", "target_modules": ["nothing_like_it"]})
+    for method in method_names():
+        prepared(
+            model,
+            tmp_path,
+            method={"name": method, **NEEDED.get(method, {})},
+            train={"device": "cpu", "activation_checkpointing": True},
+        )
+
+
+@pytest.mark.parametrize("method", ["lora", "full", "llama_pro"])
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (None, r"lacks 1 weights of LlamaForCausalLM: model\.norm\.weight"),
+        (torch.ones(31), r"model\.norm\.weight is \(31,\) in the checkpoint"),
+    ],
+)
+def test_a_broken_model_costs_no_older_run(
+    method: str, weight: Tensor | None, words: str, model: Path, tmp_path: Path
+) -> None:
+    """It was found out when the weights were loaded, after the old run had been removed."""
+    settings = {"name": method, **NEEDED.get(method, {})}
+    run = prepared(model, tmp_path, method=settings)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    tensors = {**load_file(broken / "model.safetensors"), "model.norm.weight": weight}
+    kept = {name: value for name, value in tensors.items() if value is not None}
+    save_file(kept, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=words):
+        prepared(broken, tmp_path, method=settings)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 def test_a_run_that_is_being_prepared_or_trained_is_not_overwritten(model: Path, tmp_path: Path) -> None:
@@ -141,14 +181,28 @@ def test_a_run_that_cannot_be_written_leaves_its_place_free(
 
 
 def test_the_check_is_cheap(model: Path, tmp_path: Path) -> None:
-    """A check that loads weights would double the start of a large model."""
+    """A check that loads weights would double the start of a large model; this one's file is all holes."""
     large = tmp_path / "large"
-    large.mkdir()
-    for file in model.iterdir():
-        (large / file.name).write_bytes(file.read_bytes() if file.suffix != ".safetensors" else b"")
+    shutil.copytree(model, large)
     settings = json.loads((large / "config.json").read_text())
     settings |= {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "head_dim": 128}
     (large / "config.json").write_text(json.dumps(settings))
+    _write_holes(large / "model.safetensors", load_config(resolve_model(str(large))))
     began = time.monotonic()
     prepared(large, tmp_path, method={"name": "lora", "rank": 2, "target_modules": ["q_proj"]})
     assert time.monotonic() - began < 10
+
+
+def _write_holes(path: Path, model_config: Any) -> None:
+    """A safetensors file with all names and shapes of a model, and no values: it takes no room on disk."""
+    with torch.device("meta"):
+        shapes = {n: p.shape for n, p in LlamaForCausalLM(model_config).state_dict().items()}
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * shape.numel()
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)

@@ -11,7 +11,7 @@ from torch import nn
 
 from leantune.checkpoint.store import CheckpointStore
 from leantune.errors import CheckpointError
-from leantune.methods import Attached
+from leantune.strategies.placement import Placement
 from leantune.train.run import TrainState
 from leantune.train.saving import RunCheckpoints
 from leantune.train.steps import StepPlan
@@ -26,13 +26,16 @@ class Trained:
         self, folder: Path, *, plan: StepPlan = PLAN, writes: bool = True, keeps_best: bool = True
     ) -> None:
         self.layer = nn.Linear(2, 2, bias=False)
+        placement = Placement(torch.device("cpu"))
+        placement.take({"weight": self.layer.weight})
         self.store = CheckpointStore(folder, keep=2)
         self.lines: list[str] = []
         self.checkpoints = RunCheckpoints(
             self.store,
-            Attached("test", self.layer),
+            placement,
             torch.optim.SGD(self.layer.parameters(), lr=0.1),
             plan,
+            saves=True,
             writes=writes,
             keeps_best=keeps_best,
             say=self.lines.append,
@@ -128,3 +131,11 @@ def test_another_number_of_steps_is_no_other_run(tmp_path: Path) -> None:
     Trained(tmp_path).save(1, best_step=1)
     longer = Trained(tmp_path, plan=replace(PLAN, total_steps=60, micro_batch_size=1))
     assert longer.checkpoints.restore(TrainState()) is not None
+
+
+def test_the_scale_of_fp16_losses_continues_where_it_was(tmp_path: Path) -> None:
+    """A resumed run began again at 65536, and lost its first steps to overflows."""
+    Trained(tmp_path).checkpoints.save(TrainState(step=3, loss_scale=128.0, steps_at_scale=17), best=False)
+    state = TrainState()
+    assert Trained(tmp_path).checkpoints.restore(state) is not None
+    assert (state.step, state.loss_scale, state.steps_at_scale) == (3, 128.0, 17)

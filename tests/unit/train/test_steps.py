@@ -11,8 +11,8 @@ import torch
 from leantune.config.schema import TrainSection
 from leantune.data.encode import random_records
 from leantune.errors import ConfigError
-from leantune.strategies.process import World
 from leantune.models.precision import PRECISIONS
+from leantune.strategies.process import World
 from leantune.train.run import LoopSettings, Run
 from leantune.train.steps import StepPlan, plan_steps
 
