@@ -18,8 +18,8 @@ CELLS = [(m, b) for m in METHODS for b in BASES if refusal(m, b, "single") is No
 SETTINGS: dict[str, dict[str, Any]] = {"llama_pro": {"blocks": 1}}
 
 
-def cell_config(model: Path, method: str, base: str = "dense", **train: Any) -> RunConfig:
-    """The configuration of a run on the CPU, whose data nobody reads; `train` are keys of its section."""
+def cell_config(model: Path, method: str, base: Any = "dense", **train: Any) -> RunConfig:
+    """A run on the CPU whose data nobody reads; `base` is a name or a section, `train` keys of its section."""
     return validate(
         {
             "model": str(model),
@@ -31,6 +31,6 @@ def cell_config(model: Path, method: str, base: str = "dense", **train: Any) -> 
     )
 
 
-def built(model: Path, method: str, base: str = "dense", **train: Any) -> BuiltModel:
+def built(model: Path, method: str, base: Any = "dense", **train: Any) -> BuiltModel:
     """The model of such a run, loaded and ready to train."""
     return build_model(cell_config(model, method, base, **train), ALONE)

@@ -59,7 +59,7 @@ def run(model: Path, data: Path, folder: Path, method: str, base: str = "dense")
 def test_a_cell_trains_and_its_result_answers(
     method: str, base: str, model: Path, data: Path, tmp_path: Path
 ) -> None:
-    """And its parameters are counted in values of the model, not in bytes of the codes that stand for them."""
+    """And its parameters are counted in values of the model, not in bytes of codes that stand for them."""
     result = run(model, data, tmp_path / "run", method, base)
     assert (result.ending, result.steps) == ("finished", 2)
     assert result.first_loss is not None
@@ -106,10 +106,19 @@ def test_the_same_run_twice_gives_the_same_losses(
     assert (first.first_loss, first.last_loss) == (second.first_loss, second.last_loss)
 
 
-def test_an_adapter_folder_loads_without_its_run(model: Path, data: Path, tmp_path: Path) -> None:
-    result = run(model, data, tmp_path / "run", "loreft")
+@pytest.mark.parametrize(("method", "base"), [("loreft", "dense"), ("lora", "nf4"), ("dora", "hqq")])
+def test_an_adapter_folder_loads_without_its_run(
+    method: str, base: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    """Away from its run, an adapter of a packed base was put on the dense one, and said something else."""
+    result = run(model, data, tmp_path / "run", method, base)
+    tokens = torch.arange(6, 40).unsqueeze(0)
     moved = tmp_path / "elsewhere"
+    at_home = leantune.load(result.folder, device="cpu").trained
     (result.folder / "adapter").rename(moved)
-    loaded = leantune.load(moved, device="cpu")
-    assert loaded.trained.attached.name == "loreft"
-    assert len(loaded.generate(PROMPT, leantune.Sampling(max_new_tokens=2))) == 1
+    away = leantune.load(moved, device="cpu").trained
+    assert away.attached.name == method
+    lengths = torch.tensor([20])
+    with torch.no_grad(), at_home.attached.edits(lengths), away.attached.edits(lengths):
+        logits = [trained.model(input_ids=tokens).logits for trained in (at_home, away)]
+    assert torch.equal(*logits)

@@ -27,7 +27,7 @@ def test_gemma_learns_with_lora_on_nf4(tmp_path: Path) -> None:
             "data": {"train": str(data), "format": "prompt_completion", "template": "plain"},
             "method": {"name": "lora", "rank": 8},
             "base": "nf4",
-            "train": {"max_steps": 6, "micro_batch_size": 4, "global_batch_size": 12, "learning_rate": 1e-3},
+            "train": {"epochs": 6.0, "micro_batch_size": 4, "global_batch_size": 12, "learning_rate": 1e-3},
             "output": {"dir": str(tmp_path / "run")},
         },
         quiet=True,

@@ -23,6 +23,7 @@ from leantune.models.vocabulary import Growth, embedding_rows
 from leantune.models.weights import WeightFiles, WeightMap
 
 _FINGERPRINT = "base_fingerprint"
+_STORAGE = "base_storage"  # the `base` section of the run, as JSON
 _BASE_ROWS = "base_vocab_size"  # there if tokens were added: the rows that the base model's embeddings have
 
 
@@ -43,13 +44,14 @@ def save_trained(
     *,
     base: BaseOfModel | None = None,
     growth: Growth | None = None,
+    storage: Mapping[str, Any] | None = None,
     writes: bool = True,
 ) -> str:
     """Write what was trained, read it back, compare it bit for bit; returns the line that says so.
 
     An adapter goes into `folder` in its method's format; a method that trains whole weights
     writes a Hugging Face model folder with the tokenizer. With `growth` the tokenizer has added tokens, and
-    goes along with an adapter too. Where tensors are sharded, every rank calls this and one of them
+    goes along with an adapter too. `storage` is the `base` section of the run. Where tensors are sharded, every rank calls this and one of them
     `writes`. Raises `CheckpointError`, and keeps what was in `folder`, if the disk
     gives back something else than memory holds.
     """
@@ -58,6 +60,8 @@ def save_trained(
     if files is None:
         return save_model(model, tokenizer, folder, base=base, writes=writes)
     metadata = {"format": "pt", _FINGERPRINT: fingerprint(model.config)}
+    if storage is not None:
+        metadata[_STORAGE] = json.dumps(storage)
     if growth is not None:
         metadata[_BASE_ROWS] = str(growth.before)
     config = {**files.config, "base_model_name_or_path": base_name, "revision": revision}
@@ -116,6 +120,13 @@ def saved_vocabulary(folder: Path, base: ModelSource) -> tuple[PreTrainedTokeniz
         return None
     tokenizer = _saved_tokenizer(folder, base.trust_remote_code)
     return tokenizer, Growth(rows, max(rows, 1 + max(tokenizer.get_vocab().values())))
+
+
+def saved_storage(folder: Path) -> dict[str, Any] | None:
+    """The `base` section that an adapter was trained with; None if its files do not say."""
+    noted = [_metadata(path).get(_STORAGE) for path in sorted(folder.glob("*.safetensors"))]
+    text = next(filter(None, noted), None)
+    return json.loads(text) if text else None
 
 
 def _saved_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -7,6 +7,7 @@ It gets the model while its weights are still on the meta device, and may shard 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +81,8 @@ class Placement:
         """The norm of each tensor, on the compute device: one transfer for each device they lie on."""
         norms: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
-            norm: Tensor = torch.norm(tensor, dtype=torch.float32)  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
-            norms.setdefault(tensor.device, []).append(norm)
+            norm = torch.norm(tensor, dtype=torch.float32)  # pyright: ignore
+            norms.setdefault(tensor.device, []).append(cast("Tensor", norm))
         groups = list(norms.values())
         parts = [torch.stack(group).to(self.device) for group in groups]
         return torch.cat(parts) if parts else torch.zeros(0, device=self.device)

@@ -65,7 +65,8 @@ def train_step(run: Run, state: TrainState) -> bool:
     loss = float(sums[0]) / window.supervised_tokens
     run.attached.before_step()
     norm = run.placement.total_norm(gradients)
-    overflow = run.settings.precision.scaled and not math.isfinite(norm)
+    # A loss that is not finite itself is no matter of the scale, which it is multiplied by afterwards.
+    overflow = run.settings.precision.scaled and math.isfinite(loss) and not math.isfinite(norm)
     if not overflow:
         _check_finite(run, loss, float(norm), losses, window, state.step)
         if run.settings.max_grad_norm is not None:

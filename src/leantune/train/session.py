@@ -243,6 +243,7 @@ def _finish(
         config.model.name,
         config.model.revision,
         base=BaseOfModel(run.base.skeleton, run.base.original),
+        storage=config.base.model_dump(mode="json"),
         growth=run.base.growth,
         writes=run.world.is_main,
     )

@@ -1,4 +1,4 @@
-"""Logits in chunks: how many exist at a time, and what is left behind. Results: tests/contract/test_levers."""
+"""Logits in chunks: how many exist at a time, what is left behind. Results: tests/contract/test_levers."""
 
 from __future__ import annotations
 

@@ -171,9 +171,9 @@ def test_a_truncated_shard_is_named_when_it_is_read(tmp_path: Path) -> None:
     path = sorted(folder.glob("model-*.safetensors"))[0]
     path.write_bytes(path.read_bytes()[:-9])
     found = map_of(folder)
+    inside = next(name for name, place in found.files.path_of.items() if place == path)
     with pytest.raises(ModelError, match=f"{path.name} cannot be read as safetensors"):
-        for name in found.files.path_of:
-            found.files.whole(name)
+        found.files.whole(inside)
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
