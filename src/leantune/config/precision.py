@@ -41,6 +41,7 @@ REMARKS = (
     "Rotary tables are fp32 in every row, and so is each buffer that a model itself asks for in fp32.",
     "The codes and block scales of a packed base (nf4, hqq) are never cast.",
     "With method full all weights are trained weights.",
+    "Interventions (loreft) are fp32 in every row: 16 bits cannot keep their factors orthonormal.",
 )
 
 

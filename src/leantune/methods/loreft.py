@@ -66,6 +66,7 @@ class AttachedLoreft(Attached):
     """LoReFT at the outputs of `blocks` (full name: block)."""
 
     always_whole = True
+    always_fp32 = True  # columns are orthonormal to 1e-6, which 16 bits cannot express
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
         super().__init__("loreft", model)

@@ -39,6 +39,8 @@ class Attached:
 
     # Whether the method's own parameters must be whole on every rank, because a row means nothing alone.
     always_whole = False
+    # Whether the method's own parameters are fp32 in every precision.
+    always_fp32 = False
     # The embeddings of the model, if they are trained too.
     embeddings: TrainedEmbeddings | None = None
 

@@ -72,7 +72,9 @@ def attach_method(config: RunConfig, precision: Precision) -> tuple[BuiltBase, A
     attached = attach(method.name, base.model, method.model_dump(exclude={"name"}), train.seed)
     with torch.no_grad():
         for parameter in attached.trainable().values():
-            parameter.data = parameter.data.to(precision.trained)
+            own = parameter.device.type != "meta"  # the method's, not the checkpoint's
+            if not (own and attached.always_fp32):
+                parameter.data = parameter.data.to(precision.trained)
     if train.activation_checkpointing:
         recompute_blocks(base.model, train.checkpoint_every_blocks, train.activation_offload)
     return base, attached
