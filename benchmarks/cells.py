@@ -94,7 +94,7 @@ class Cell:
         gradients = self.placement.sum_gradients(total)
         self.attached.before_step()
         if norm or clip is not None:
-            size = self.placement.total_norm(gradients)
+            size = self.placement.total_norm()
             float(size)  # the loop looks at it: it must be finite
             if clip is not None:
                 nn.utils.clip_grads_with_norm_(self.placement.trained.values(), clip, size)

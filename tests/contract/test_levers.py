@@ -89,9 +89,7 @@ def test_logits_in_chunks_change_neither_loss_nor_gradients(architecture: str, m
 
 @pytest.mark.parametrize("base", ["dense", "nf4", "hqq"])
 @pytest.mark.parametrize("method", ["lora", "loreft", "llama_pro"])
-def test_all_levers_at_once_on_every_base(
-    method: str, base: str, wide_folder: Callable[[str], Path]
-) -> None:
+def test_all_levers_at_once_on_every_base(method: str, base: str, wide_folder: Callable[[str], Path]) -> None:
     """As a run sets them, on packed layers too."""
     levers = {"activation_checkpointing": True, "checkpoint_every_blocks": 2, "activation_offload": True}
     expected: tuple[float, dict[str, Tensor]] | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from leantune.errors import ModelError
 from leantune.models.anatomy import output_head

@@ -218,7 +218,8 @@ def _locate(source: ModelSource) -> dict[str, Path]:
     if any(_find(source, file) is not None for file in _PICKLED):
         raise ModelError(
             f"model.name: {source.name} has pickled weights (.bin) only, and those are never read; "
-            "convert it once on a machine where you trust the file: transformers' from_pretrained, save_pretrained"
+            "convert it once on a machine where you trust the file: transformers' from_pretrained, then "
+            "save_pretrained"
         )
     raise ModelError(
         f"model.name: {source.name} has no {_SINGLE}; expected a Hugging Face model with weights"

@@ -63,9 +63,9 @@ class Placement:
         self.sum_over_ranks([*gradients, extra])
         return gradients
 
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm of all gradients of all ranks together, a scalar on the compute device."""
-        return self._norms(gradients).square().sum().sqrt()
+    def total_norm(self) -> Tensor:
+        """The norm of all gradients together, a scalar on the compute device; a collective."""
+        return self._norms([_gradient(p) for p in self.trained.values()]).square().sum().sqrt()
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         """The whole tensor of a parameter, or of an optimizer state of its shape; a collective."""
@@ -118,9 +118,9 @@ class ShardedPlacement(Placement):
         self.sum_over_ranks([*replicated, extra])
         return gradients
 
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        mine = [g for name, g in zip(self.trained, gradients, strict=True) if name in self.sharded]
-        shared = [g for name, g in zip(self.trained, gradients, strict=True) if name not in self.sharded]
+    def total_norm(self) -> Tensor:
+        mine = [_gradient(p) for name, p in self.trained.items() if name in self.sharded]
+        shared = [_gradient(p) for name, p in self.trained.items() if name not in self.sharded]
         squares = self._norms(mine).square().sum()
         self._sum_over_shards(squares)
         return (squares + self._norms(shared).square().sum()).sqrt()

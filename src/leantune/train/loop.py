@@ -64,7 +64,7 @@ def train_step(run: Run, state: TrainState) -> bool:
             gradient.mul_(1.0 / state.loss_scale)
     loss = float(sums[0]) / window.supervised_tokens
     run.attached.before_step()
-    norm = run.placement.total_norm(gradients)
+    norm = run.placement.total_norm()
     # A loss that is not finite itself is no matter of the scale, which it is multiplied by afterwards.
     overflow = run.settings.precision.scaled and math.isfinite(loss) and not math.isfinite(norm)
     if not overflow:

@@ -37,9 +37,7 @@ def counted(model: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize(
-    ("every", "runs"), [(1, [2, 2, 2]), (2, [2, 1, 2]), (3, [2, 1, 1]), (9, [2, 1, 1])]
-)
+@pytest.mark.parametrize(("every", "runs"), [(1, [2, 2, 2]), (2, [2, 1, 2]), (3, [2, 1, 1]), (9, [2, 1, 1])])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
 def test_every_kth_block_is_computed_again_and_gradients_stay(
     architecture: str, every: int, runs: list[int], offload: bool

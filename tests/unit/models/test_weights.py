@@ -183,7 +183,7 @@ def test_pickled_weights_alone_are_refused_with_the_way_out(file: str, tmp_path:
     (folder / SINGLE).rename(folder / file)
     message = refused(folder)
     assert "pickled weights (.bin) only" in message
-    assert "from_pretrained, then save_pretrained" in message
+    assert "transformers' from_pretrained, then save_pretrained" in message
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Trained:
     ) -> None:
         self.layer = nn.Linear(2, 2, bias=False)
         placement = Placement(torch.device("cpu"))
-        placement.take({"weight": self.layer.weight})
+        placement.take(dict(self.layer.named_parameters()))
         self.store = CheckpointStore(folder, keep=2)
         self.lines: list[str] = []
         self.checkpoints = RunCheckpoints(
