@@ -91,7 +91,7 @@ class Cell:
             loss = summed_loss(self.model, batch, self.precision)
             (loss / count).backward()
         total = loss.detach().reshape(1) / count
-        gradients = self.placement.sum_gradients(total)
+        self.placement.sum_gradients(total)
         self.attached.before_step()
         if norm or clip is not None:
             size = self.placement.total_norm()
@@ -141,6 +141,7 @@ def build_cell(
     placement.take(attached.trainable())
     if expansion is not None:
         check_identity(built.model, expansion)
+        placement.end_passes()
     optimizer = build_optimizer(
         placement.trained,
         attached.decay_free(),

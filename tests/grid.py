@@ -19,7 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {"llama_pro": {"blocks": 1}}
 
 
 def cell_config(model: Path, method: str, base: Any = "dense", **train: Any) -> RunConfig:
-    """A run on the CPU whose data nobody reads; `base`: a name or a section, `train`: keys of that section."""
+    """A run on the CPU whose data nobody reads; `base`: a name or a section, `train`: keys of its section."""
     return validate(
         {
             "model": str(model),

@@ -50,10 +50,10 @@ def save_trained(
     """Write what was trained, read it back, compare it bit for bit; returns the line that says so.
 
     An adapter goes into `folder` in its method's format; a method that trains whole weights
-    writes a Hugging Face model folder with the tokenizer. With `growth` the tokenizer has added tokens, and
-    goes along with an adapter too. `storage` is the `base` section of the run. Where tensors are sharded, every rank calls this and one of them
-    `writes`. Raises `CheckpointError`, and keeps what was in `folder`, if the disk
-    gives back something else than memory holds.
+    writes a Hugging Face model folder with the tokenizer. With `growth` the tokenizer has added
+    tokens, and goes along with an adapter too. `storage` is the `base` section of the run. Where tensors
+    are sharded, every rank calls this and one of them `writes`. Raises `CheckpointError`, and keeps
+    what was in `folder`, if the disk gives back something else than memory holds.
     """
     files = attached.export()
     model: Any = attached.model

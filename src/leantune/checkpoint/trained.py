@@ -9,7 +9,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from leantune.bases import load_base
-from leantune.checkpoint.adapter import adapter_base, is_adapter, load_adapter, saved_storage, saved_vocabulary
+from leantune.checkpoint.adapter import (
+    adapter_base,
+    is_adapter,
+    load_adapter,
+    saved_storage,
+    saved_vocabulary,
+)
 from leantune.checkpoint.run_folder import CONFIG, RunFolder
 from leantune.config import RunConfig, load_config
 from leantune.data.templates import Template, make_template
@@ -99,10 +105,10 @@ def load_trained(
     """Load a run folder, an adapter folder, a model folder, a hub id, or `demo`.
 
     `base` names the base model of an adapter folder that does not say, or stands in for one
-    that has moved; it is packed as the one that the adapter was trained on. A run (also named by its adapter/ or model/) is used as it was trained: with its
-    template, system message, tokenizer, precision and attention, unless others are named.
-    `untouched` gives the model under a run or adapter, used in the same way: tokens that training added have
-    the embeddings that they started with. Weights are fp32 on a
+    that has moved; it is packed as the one that the adapter was trained on. A run (also named by its
+    adapter/ or model/) is used as it was trained: with its template, system message, tokenizer, precision
+    and attention, unless others are named. `untouched` gives the model under a run or adapter, used in the
+    same way: tokens that training added have the embeddings that they started with. Weights are fp32 on a
     CPU and bf16 on a GPU that has it, if neither `precision` (as `train.precision`) nor a run
     says otherwise. Raises `CheckpointError`, `ConfigError` or `ModelError`.
     """
@@ -111,7 +117,9 @@ def load_trained(
     target = _device(device)
     config = place.config
     chosen = choose_precision(precision or (config.train.precision if config else "auto"), target)
-    storage = config.base.model_dump() if config else (adapter and saved_storage(adapter)) or {"name": "dense"}
+    storage = (
+        config.base.model_dump() if config else (adapter and saved_storage(adapter)) or {"name": "dense"}
+    )
     tokenizer, growth = _vocabulary(place, source, untouched)
     model = load_base(
         str(storage["name"]),

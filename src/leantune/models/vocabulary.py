@@ -35,8 +35,8 @@ class Growth:
         embedding, head = vocabulary_modules(model)
         tied = "tied" if embedding.weight is head.weight else "not tied"
         return (
-            f"embeddings and output head ({tied}) have {self.after} rows, {self.after - self.before} more than "
-            "the checkpoint; the new ones start as the mean of the others"
+            f"embeddings and output head ({tied}) have {self.after} rows, {self.after - self.before} more "
+            "than the checkpoint; the new ones start as the mean of the others"
         )
 
 

@@ -131,7 +131,7 @@ def test_weights_that_are_read_in_slices_are_packed_as_a_whole(
     """Blocks that reach over the end of a slice, or columns of a transposed weight taken for rows."""
     tiny_model(architecture, wide=True).save_pretrained(tmp_path)
     whole = loaded(tmp_path, base=base)
-    monkeypatch.setattr("leantune.bases.loading._SLICE_VALUES", 700)
+    monkeypatch.setattr("leantune.bases.filling._SLICE_VALUES", 700)
     sliced = loaded(tmp_path, base=base)
     assert_equal(sliced, whole)
     source = tiny_model(architecture, wide=True)

@@ -19,7 +19,7 @@ def placed(*gradients: list[float] | None) -> Placement:
 
 
 def test_the_norm_is_that_of_the_gradients_as_the_optimizer_will_see_them() -> None:
-    """LoReFT replaces the gradient of its factor by its tangent part; the norm of the old one was clipped by."""
+    """LoReFT replaces the gradient of its factor by its tangent part; clipping went by the old one."""
     placement = placed([3.0, 0.0], [0.0, 4.0])
     placement.sum_gradients(torch.zeros(1))
     assert float(placement.total_norm()) == 5.0
