@@ -215,7 +215,7 @@ def test_the_mean_is_that_of_all_rows_however_they_are_read(bases: dict[str, Pat
     whole: Any = load_base("dense", source, growth=Growth(rows, rows + 3))
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
-        context.setattr(loading, "_SLICE_VALUES", 64 * 7)
+        context.setattr(filling, "_SLICE_VALUES", 64 * 7)
         sliced: Any = load_base("dense", source, growth=Growth(rows, rows + 3))
     for model in (whole, sliced):
         for weight in (model.model.embed_tokens.weight, model.lm_head.weight):
