@@ -117,6 +117,24 @@ def test_every_kind_of_sharding_gives_the_curve_of_one_process(
     assert_same_weights(one.folder, many.folder, atol=2e-4)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16_mixed", "bf16_fp32_buffers", "fp16_mixed"])
+@pytest.mark.parametrize(("method", "base"), [("full", "dense"), ("lora", "nf4"), ("llama_pro", "hqq")])
+def test_lower_precisions_learn_alike_on_shards(
+    method: str, base: str, precision: str, wide: Path, tmp_path: Path
+) -> None:
+    """Gathered weights, block scales or gradients were cast otherwise than on one process."""
+    common = settings(method, base, precision=precision)
+    common["output"] = {"checkpoint_every_steps": 3}
+    sharded = {"name": "fsdp", "devices": 2, "adapter": "sharded" if method == "lora" else "auto"}
+    started = [
+        run(tmp_path / "one", wide, RECORDS, **common),
+        run(tmp_path / "two", wide, RECORDS, devices=2, **{**common, "strategy": sharded}),
+    ]
+    one, two = [[row["loss"] for row in steps(ranks.finish())] for ranks in started]
+    np.testing.assert_allclose(one, two, rtol=0.01)
+    assert one[-1] < one[0] - 0.05
+
+
 @pytest.mark.parametrize(
     ("method", "base"), [("full", "dense"), ("lora", "nf4"), ("loreft", "hqq"), ("llama_pro", "nf4")]
 )

@@ -206,7 +206,7 @@ def test_ranks_that_add_other_tokens_do_not_start(
 
 def test_the_mean_is_that_of_all_rows_however_they_are_read(bases: dict[str, Path]) -> None:
     """A mean over one rank's rows, or over the first slice, would differ from rank to rank."""
-    from leantune.bases import load_base, filling
+    from leantune.bases import filling, load_base
     from leantune.models.source import resolve_model
     from leantune.models.vocabulary import Growth
 

@@ -2,8 +2,10 @@
 
 Frozen weights are sharded as they are, packed ones too. Tiny trained parameters (interventions,
 small adapters) stay whole on every rank, outside FSDP2, and their gradients are summed once a step.
-No mixed-precision policy is set: what is gathered has the dtype that it is stored in, and autocast
-chooses that of the computation, so block scales and fp32 parameters are never cast on the way.
+What is gathered has the dtype that it is stored in, and autocast chooses that of the computation. Only
+where weights of the model itself are trained in fp32 are they gathered in autocast's dtype: autocast would
+keep its own copy of each from forward to backward, and so undo the sharding. Block scales are bytes, which
+no policy casts.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from leantune.errors import ModelError
 from leantune.models.anatomy import decoder_blocks
@@ -40,14 +48,16 @@ def place(
     adapter: str = "auto",
     sync_every_micro_batch: bool = False,
     devices_per_node: int | None = None,
+    gather_dtype: torch.dtype | None = None,
     new_parameters: frozenset[str] = frozenset(),
     always_whole: bool = False,
 ) -> ShardedPlacement:
     """Shard the model in place: its decoder blocks one by one, then the rest.
 
     `new_parameters` are those of an adapter, which `adapter` places; `always_whole`: the method cannot
-    have them sharded. Trained weights of the model itself are sharded like all of its weights. The
-    wrapping needs no list of classes: blocks are what `decoder_blocks` finds.
+    have them sharded. `gather_dtype`: that of floating-point weights while gathered, if it is not
+    their own; gradients are summed in fp32. Trained weights of the model itself are sharded like all of
+    its weights. The wrapping needs no list of classes: blocks are what `decoder_blocks` finds.
     """
     _check_torch(model)
     _join_alone(world)
@@ -56,7 +66,13 @@ def place(
     whole = {p for n, p in trainable.items() if n in replicated}
     whole |= {p for p in model.parameters() if p.ndim == 0}  # a scalar has no rows
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": whole}
+    cast = MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": offload,
+        "ignored_params": whole,
+        "mp_policy": cast if gather_dtype else MixedPrecisionPolicy(),
+    }
     reshard = sharding in ("full", "hybrid")
     for block in decoder_blocks(model).values():
         fully_shard(block, reshard_after_forward=reshard, **options)

@@ -41,7 +41,7 @@ def build_model(config: RunConfig, world: World) -> BuiltModel:
     frozen = {name for name, _ in _named(base)}
     strategy = config.strategy
     placement: Placement = importlib.import_module(f"leantune.strategies.{strategy.name}").place(
-        base.model, attached.trainable(), world, **_placing(config, attached, frozen)
+        base.model, attached.trainable(), world, **_placing(config, attached, frozen, precision)
     )
     materialise(base.model, world.device, placement.parameters_device())
     targets = attached.row_norm_targets()
@@ -106,15 +106,19 @@ def _named(base: BuiltBase) -> list[tuple[str, Any]]:
     return [(name, p) for name, p in base.model.named_parameters() if p.device == meta]
 
 
-def _placing(config: RunConfig, attached: Attached, from_checkpoint: set[str]) -> dict[str, Any]:
+def _placing(
+    config: RunConfig, attached: Attached, from_checkpoint: set[str], precision: Precision
+) -> dict[str, Any]:
     """What the strategy is told: its own settings, and which trained parameters are an adapter's."""
     if config.strategy.name != "fsdp":
         return {}
     strategy = config.strategy
     new = frozenset(attached.trainable()) - from_checkpoint
+    trains_weights = len(attached.trainable()) > len(new)
     return {
         **strategy.model_dump(exclude={"name", "devices", "nodes", "timeout_seconds"}),
         "devices_per_node": strategy.devices // strategy.nodes,
         "new_parameters": new,
+        "gather_dtype": precision.compute if trains_weights else None,
         "always_whole": attached.always_whole,
     }
