@@ -7,6 +7,7 @@ torch, transformers, numpy and safetensors alone. Also random models and batches
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from leantune.bases import build_base, fill
 from leantune.data.batches import MicroBatch
@@ -130,7 +133,12 @@ def build_cell(
     options: dict[str, Any] = {}
     if strategy == "fsdp":
         new = frozenset(trainable) - stored
-        options = {"new_parameters": new, "always_whole": attached.always_whole, **(placing or {})}
+        options = {
+            "new_parameters": new,
+            "gather_dtype": chosen.compute if len(trainable) > len(new) else None,
+            "always_whole": attached.always_whole,
+            **(placing or {}),
+        }
     place = importlib.import_module(f"leantune.strategies.{strategy}").place
     placement: Placement = place(built.model, trainable, world, **options)
     materialise(built.model, world.device, placement.parameters_device())
@@ -195,6 +203,33 @@ def held_bytes(model: nn.Module) -> int:
     """Bytes of the parameters and buffers that this rank holds; tied ones count once."""
     tensors = {id(t): local_rows(t).local for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+class TensorBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that come to life inside, exactly: `live` now, and at the `peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor):
+                self._count(value.untyped_storage())
+        return out
+
+    def _count(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)
 
 
 def random_llama(

@@ -209,3 +209,25 @@ def test_every_train_type_of_fsdp_qlora_is_there() -> None:
     assert len(known) == 10
     for name in known:
         assert module.PRESETS[module.TYPES[name].preset].known_as == name
+
+
+def test_live_tensors_are_counted_to_the_byte() -> None:
+    """A count that misses a release or a view would compare the wrong thing."""
+    with benchmark("cells").TensorBytes() as count:
+        first = torch.zeros(1000)
+        second = first.view(10, 100) + 1.0
+        del first
+        third = torch.empty(250, dtype=torch.uint8)
+        assert (count.live, count.peak) == (4250, 8000)
+        del second, third
+    assert (count.live, count.peak) == (0, 8000)
+
+
+def test_the_peaks_of_both_lora_modules_are_compared(llama: Path) -> None:
+    module = benchmark("train_types")
+    text = module.exact_peaks(module.arguments().parse_args(["--model", str(llama)]))
+    ratios = [
+        float(line.split("|")[5]) for line in text.splitlines() if line.startswith(("| fp32", "| bf16"))
+    ]
+    assert len(ratios) == 4
+    assert all(0.5 < ratio < 1.2 for ratio in ratios)
