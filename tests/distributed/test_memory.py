@@ -48,7 +48,8 @@ def test_a_rank_holds_its_share_and_no_more_than_two_tensors(
     for rank in range(size):
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
         peak = peaks[rank] - seen["before"]
-        assert seen["share"] < 1.2 * seen["whole"] / size
+        blocks = seen["whole"] - seen["largest"]  # the embeddings are whole on every rank
+        assert seen["share"] < seen["largest"] + 1.1 * blocks / size
         assert seen["share"] < peak <= seen["share"] + 2 * seen["largest"], seen
 
 

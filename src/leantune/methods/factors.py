@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from leantune.errors import CheckpointError
@@ -55,12 +54,11 @@ class LowRankFactors(nn.Module):
 
     def updated(self, hidden: Tensor, out: Tensor) -> Tensor:
         """`out` [..., out] plus the update of `hidden` [..., in], which dropout acts on in training."""
-        if self.training and self.dropout > 0:
-            hidden = F.dropout(hidden, self.dropout)
+        dropout = self.dropout if self.training else 0.0
         if torch.is_autocast_enabled(hidden.device.type):
-            return add_lowrank(out, hidden, self.A, self.B, self.scale)
+            return add_lowrank(out, hidden, self.A, self.B, self.scale, dropout)
         dtype = self.A.dtype
-        return add_lowrank(out.to(dtype), hidden.to(dtype), self.A, self.B, self.scale).to(out.dtype)
+        return add_lowrank(out.to(dtype), hidden.to(dtype), self.A, self.B, self.scale, dropout).to(out.dtype)
 
     def weight(self) -> Tensor:
         """The dense update, [out, in], fp32."""

@@ -1,7 +1,9 @@
 """Every rank holds some rows of each weight (FSDP2); a block's weights are gathered while it computes.
 
-Frozen weights are sharded as they are, packed ones too. Tiny trained parameters (interventions,
-small adapters) stay whole on every rank, outside FSDP2, and their gradients are summed once a step.
+Frozen weights of the blocks are sharded as they are, packed ones too. Those outside (embeddings, head)
+are needed from the first moment of a step to the last: gathered they would be whole all the time, and
+twice for a moment, so they stay whole on every rank. So do tiny trained parameters (interventions, small
+adapters), whose gradients are summed once a step.
 What is gathered has the dtype that it is stored in, and autocast chooses that of the computation. Only
 where weights of the model itself are trained in fp32 are they gathered in autocast's dtype: autocast would
 keep its own copy of each from forward to backward, and so undo the sharding. Block scales are bytes, which
@@ -52,7 +54,7 @@ def place(
     new_parameters: frozenset[str] = frozenset(),
     always_whole: bool = False,
 ) -> ShardedPlacement:
-    """Shard the model in place: its decoder blocks one by one, then the rest.
+    """Shard the model in place: its decoder blocks one by one, then what else of it is trained.
 
     `new_parameters` are those of an adapter, which `adapter` places; `always_whole`: the method cannot
     have them sharded. `gather_dtype`: that of floating-point weights while gathered, if it is not
@@ -65,6 +67,9 @@ def place(
     replicated, reason = _replicated(trainable, new_parameters, adapter, always_whole)
     whole = {p for n, p in trainable.items() if n in replicated}
     whole |= {p for p in model.parameters() if p.ndim == 0}  # a scalar has no rows
+    blocks = list(decoder_blocks(model).values())
+    inside = {p for block in blocks for p in block.parameters()}
+    whole |= {p for p in model.parameters() if p not in inside and not p.requires_grad}
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
     cast = MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {
@@ -74,7 +79,7 @@ def place(
         "mp_policy": cast if gather_dtype else MixedPrecisionPolicy(),
     }
     reshard = sharding in ("full", "hybrid")
-    for block in decoder_blocks(model).values():
+    for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
     sharded = frozenset(trainable.keys() - replicated)
