@@ -180,7 +180,8 @@ def test_the_settings_of_sharding_are_those_of_the_code() -> None:
     place = importlib.import_module("leantune.strategies.fsdp").place
     parameters = set(inspect.signature(place).parameters)
     assert set(FsdpStrategy.model_fields) - set(DdpStrategy.model_fields) <= parameters
-    told = {"model", "trainable", "world", "devices_per_node", "new_parameters", "always_whole"}
+    told = {"model", "trainable", "world", "devices_per_node"}
+    told |= {"new_parameters", "always_whole", "gather_dtype"}
     assert parameters - told <= set(FsdpStrategy.model_fields)
 
 
