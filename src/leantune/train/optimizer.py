@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -55,21 +55,28 @@ def build_optimizer(
 def _of_bitsandbytes(
     name: str, trainable: Mapping[str, nn.Parameter]
 ) -> Callable[..., torch.optim.Optimizer]:
-    """An optimizer class of bitsandbytes; raises `ConfigError` where it is missing or would not obey."""
-    if name.startswith("paged") and any(p.device.type != "cuda" for p in trainable.values()):
+    """An optimizer class of bitsandbytes."""
+    check_optimizer(name, {p.device.type for p in trainable.values()})
+    return getattr(importlib.import_module("bitsandbytes").optim, BITSANDBYTES[name])
+
+
+def check_optimizer(name: str, devices: Collection[str]) -> None:
+    """Raise `ConfigError` if an optimizer's package is missing, or if it would not obey on these devices."""
+    if name not in BITSANDBYTES:
+        return
+    if name.startswith("paged") and set(devices) != {"cuda"}:
         raise ConfigError(
             f"train.optimizer.name: {name} pages optimizer states between GPU and host memory, and the "
             "trained parameters are in host memory already; use adamw or adamw_8bit"
         )
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of kernels that are not wanted here
     try:
-        optimizers = importlib.import_module("bitsandbytes").optim
+        importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise ConfigError(
             f"train.optimizer.name: {name} needs bitsandbytes, which is not installed; "
             '`uv pip install "leantune[bitsandbytes]"` brings it'
         ) from error
-    return getattr(optimizers, BITSANDBYTES[name])
 
 
 def build_schedule(

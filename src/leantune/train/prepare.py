@@ -23,6 +23,7 @@ from leantune.models.source import check_vocabulary, load_config, resolve_model
 from leantune.models.vocabulary import describe_tokens, grown_config, load_vocabulary
 from leantune.train.assemble import check_positions, device_kind
 from leantune.train.build import attach_method
+from leantune.train.optimizer import check_optimizer
 from leantune.train.steps import StepPlan, plan_steps
 from leantune.train.trackers import check_trackers
 
@@ -35,7 +36,7 @@ def prepare_run(config: RunConfig, name: str, say: Say = print, scratch: Path | 
     The folder is the configuration's, or `scratch`. Nothing is created if anything is wrong.
     """
     check_trackers(config.output.trackers)
-    device_kind(config)
+    check_optimizer(config.train.optimizer.name, {device_kind(config)})
     section = config.model
     source = resolve_model(section.name, section.revision, section.trust_remote_code)
     model_config = load_config(source)

@@ -206,3 +206,13 @@ def _write_holes(path: Path, model_config: Any) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
+
+
+def test_an_optimizer_that_would_not_obey_is_refused_before_a_run_begins() -> None:
+    """It was refused when the run had begun, and a run that `resume` could not continue was left."""
+    from leantune.errors import ConfigError
+    from leantune.train.optimizer import check_optimizer
+
+    with pytest.raises(ConfigError, match="pages optimizer states between GPU and host memory"):
+        check_optimizer("paged_adamw_8bit", {"cpu"})
+    check_optimizer("adamw", {"cpu"})
