@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from leantune.checkpoint.atomic import write_folder
 from leantune.checkpoint.compare import different_in_file, refuse_different, same_bits
 from leantune.errors import CheckpointError
-from leantune.methods import Attached, adapter_config_files, attach_saved
+from leantune.methods import AdapterFiles, Attached, adapter_config_files, attach_saved, join
+from leantune.methods.choice import AdapterSet
+from leantune.methods.head import head_of
 from leantune.models.shards import gather_rows, local_rows
 from leantune.models.source import ModelSource, fingerprint, load_config, load_tokenizer
 from leantune.models.vocabulary import Growth, embedding_rows
 from leantune.models.weights import WeightFiles, WeightMap
 
-_FINGERPRINT = "base_fingerprint"
+FINGERPRINT = "base_fingerprint"
 _STORAGE = "base_storage"  # the `base` section of the run, as JSON
 _BASE_ROWS = "base_vocab_size"  # there if tokens were added: the rows that the base model's embeddings have
 
@@ -55,53 +57,95 @@ def save_trained(
     are sharded, every rank calls this and one of them `writes`. Raises `CheckpointError`, and keeps
     what was in `folder`, if the disk gives back something else than memory holds.
     """
-    files = attached.export()
+    files = attached.adapter_files()
     model: Any = attached.model
-    if files is None:
+    if not files:
         return save_model(model, tokenizer, folder, base=base, writes=writes)
-    metadata = {"format": "pt", _FINGERPRINT: fingerprint(model.config)}
+    metadata = {"format": "pt", FINGERPRINT: fingerprint(model.config)}
     if storage is not None:
         metadata[_STORAGE] = json.dumps(storage)
     if growth is not None:
         metadata[_BASE_ROWS] = str(growth.before)
-    config = {**files.config, "base_model_name_or_path": base_name, "revision": revision}
-    tensors = gathered(files.tensors, writes)
+    named = {"base_model_name_or_path": base_name, "revision": revision}
+    tensors = [gathered(one.tensors, writes) for one in files]
     if not writes:
         return ""
-    tensors = _unshared(tensors)
+    return write_adapter(
+        folder,
+        [
+            AdapterFiles(one.config_file, {**one.config, **named}, one.tensors_file, _unshared(whole))
+            for one, whole in zip(files, tensors, strict=True)
+        ],
+        metadata,
+        tokenizer if growth is not None else None,
+    )
+
+
+def write_adapter(
+    folder: Path,
+    files: Sequence[AdapterFiles],
+    metadata: Mapping[str, str],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> str:
+    """Write the files of an adapter, read them back and compare; returns the line that says so."""
 
     def fill(target: Path) -> None:
-        (target / files.config_file).write_text(json.dumps(config, indent=2) + "\n")
-        save_file(tensors, target / files.tensors_file, metadata=metadata)
-        refuse_different(folder, different_in_file(target / files.tensors_file, tensors))
-        if growth is not None:
+        for one in files:
+            (target / one.config_file).write_text(json.dumps(one.config, indent=2) + "\n")
+            save_file(one.tensors, target / one.tensors_file, metadata=dict(metadata))
+            refuse_different(folder, different_in_file(target / one.tensors_file, one.tensors))
+        if tokenizer is not None:
             tokenizer.save_pretrained(target)
             again = _saved_tokenizer(target, False)
             refuse_different(folder, [] if again.get_vocab() == tokenizer.get_vocab() else ["tokenizer"])
 
     write_folder(folder, fill)
-    return _saved(folder, len(tensors))
+    return _saved(folder, sum(len(one.tensors) for one in files))
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> Attached:
-    """Attach the adapter in `folder` to its base model.
+    """Attach the adapter in `folder` to its base model, with all of its parts.
 
     Raises `CheckpointError` if there is none, if it was trained on a model of another
     architecture, or if a tensor fits nothing in this model.
     """
+    parts: list[Attached] = []
     for config_file in adapter_config_files():
         if not (folder / config_file).is_file():
             continue
-        config = _read_json(folder / config_file)
+        config = read_json(folder / config_file)
         _check_base(model, folder, config)
         attached = attach_saved(config_file, model, config)
         assert attached is not None
         files = attached.export()
         assert files is not None
         attached.load(read_tensors(folder / files.tensors_file)[0], str(folder))
-        model.eval()  # the method's own modules are new, and would drop out
-        return attached
-    raise CheckpointError(f"{folder} holds no adapter: expected one of {', '.join(adapter_config_files())}")
+        parts.append(attached)
+    if not parts:
+        raise CheckpointError(
+            f"{folder} holds no adapter: expected one of {', '.join(adapter_config_files())}"
+        )
+    model.eval()  # the methods' own modules are new, and would drop out
+    return join(parts)
+
+
+def load_adapters(model: PreTrainedModel, folders: Mapping[str, Path]) -> AdapterSet:
+    """Attach several adapters to one base model, to be chosen for each prompt by name.
+
+    Raises `CheckpointError` for one that does not fit, or that trained the embeddings, which all share.
+    """
+    adapters = {name: load_adapter(model, folder) for name, folder in folders.items()}
+    for name, adapter in adapters.items():
+        if head_of(adapter) is not None:
+            raise CheckpointError(
+                f"{folders[name]} has a trained head, which adapters that are chosen for each prompt have no "
+                "place for; use it alone"
+            )
+        if adapter.embeddings is not None:
+            raise CheckpointError(
+                f"{folders[name]} has trained embeddings, which all adapters of one model would share; use it alone"
+            )
+    return AdapterSet(model, adapters)
 
 
 def saved_vocabulary(folder: Path, base: ModelSource) -> tuple[PreTrainedTokenizerBase, Growth] | None:
@@ -122,6 +166,13 @@ def saved_vocabulary(folder: Path, base: ModelSource) -> tuple[PreTrainedTokeniz
     return tokenizer, Growth(rows, max(rows, 1 + max(tokenizer.get_vocab().values())))
 
 
+def saved_markers(folder: Path) -> tuple[str, str] | None:
+    """The markers around the spans that an adapter edits; None if it does not go by markers."""
+    files = [folder / name for name in adapter_config_files() if (folder / name).is_file()]
+    noted = [read_json(path).get("markers") for path in files]
+    return next((tuple(markers) for markers in noted if markers), None)
+
+
 def saved_storage(folder: Path) -> dict[str, Any] | None:
     """The `base` section that an adapter was trained with; None if its files do not say."""
     noted = [_metadata(path).get(_STORAGE) for path in sorted(folder.glob("*.safetensors"))]
@@ -136,13 +187,13 @@ def _saved_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokeniz
 def _config_of(folder: Path) -> dict[str, Any]:
     """The configuration of the adapter in a folder; empty if there is none."""
     present = [folder / name for name in adapter_config_files() if (folder / name).is_file()]
-    return _read_json(present[0]) if present else {}
+    return read_json(present[0]) if present else {}
 
 
 def _check_base(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) -> None:
     """Before anything is attached: is this the kind of model that the tensors were trained on?"""
     for path in sorted(folder.glob("*.safetensors")):
-        trained_on, mine = _metadata(path).get(_FINGERPRINT), fingerprint(model.config)
+        trained_on, mine = _metadata(path).get(FINGERPRINT), fingerprint(model.config)
         if trained_on not in (None, mine):
             raise CheckpointError(
                 f"{folder} was trained on a model of another configuration "
@@ -160,7 +211,7 @@ def adapter_base(folder: Path) -> tuple[str, str | None]:
     """The base model that an adapter names, and its revision."""
     for name in adapter_config_files():
         if (folder / name).is_file():
-            config = _read_json(folder / name)
+            config = read_json(folder / name)
             if config.get("base_model_name_or_path"):
                 return str(config["base_model_name_or_path"]), config.get("revision")
     raise CheckpointError(f"{folder} does not say on which base model it was trained; name it with --base")
@@ -253,7 +304,8 @@ def _saved(folder: Path, count: int) -> str:
     return f"saved {folder}: {count} tensors read back, equal to memory bit for bit"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises `CheckpointError` if it holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ from leantune.checkpoint.adapter import save_model
 from leantune.checkpoint.trained import load_trained
 from leantune.errors import CheckpointError
 from leantune.methods.factors import AttachedFactors
+from leantune.methods.head import head_of
 from leantune.models.packed import PackedLinear
 from leantune.models.source import resolve_model
 
@@ -32,8 +33,13 @@ def merge_run(path: Path, target: Path, base: str | None = None) -> list[str]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists already; choose a new folder for the merged model")
     trained = load_trained(path, base, device="cpu", precision="fp32")
+    if head_of(trained.attached) is not None:
+        raise CheckpointError(
+            f"{path} has a trained head (objective classification or reward), which a language model has no "
+            "place for; use the adapter as it is (leantune eval, leantune.load)"
+        )
     foldable = isinstance(trained.attached, AttachedFactors)
-    if trained.attached.export() is not None and not foldable:
+    if trained.attached.adapter_files() and not foldable:
         raise CheckpointError(
             f"{path} is a {trained.attached.name} adapter: it edits hidden states at chosen prompt tokens, "
             "which no change of weights can do; use the adapter as it is (leantune generate, leantune.load)"

@@ -25,7 +25,7 @@ from leantune.methods.factors import (
     peft_settings,
     update_scale,
 )
-from leantune.methods.protocol import AdapterFiles, Attached, named_generator
+from leantune.methods.protocol import AdapterFiles, Attached, free_name, named_generator
 from leantune.models.anatomy import linear_sizes, match_linears
 from leantune.models.shards import local_rows
 from leantune.ops.dora import dora_gain, rescale, row_norms, updated_row_norms
@@ -59,12 +59,14 @@ class DoraFactors(LowRankFactors):
         Dropout acts on the input of the update alone; PEFT also drops the input of the base
         product that it computes anew for the rescaling.
         """
-        if not self.enabled:
-            return out
-        # The norms are float32 even where the trained parameters are not.
-        weight = dense_weight(layer, torch.promote_types(self.A.dtype, torch.float32))
-        bias = cast("Tensor | None", layer.bias)
-        return rescale(self.updated(hidden, out), self._gain(weight), bias)
+
+        def rescaled(hidden: Tensor, out: Tensor) -> Tensor:
+            # The norms are float32 even where the trained parameters are not.
+            weight = dense_weight(layer, torch.promote_types(self.A.dtype, torch.float32))
+            bias = cast("Tensor | None", layer.bias)
+            return rescale(self.updated(hidden, out), self._gain(weight), bias)
+
+        return self.on_acting(hidden, out, rescaled)
 
     def fold(self, weight: Tensor) -> Tensor:
         return self._gain(weight).unsqueeze(1) * super().fold(weight)
@@ -87,8 +89,14 @@ class DoraFactors(LowRankFactors):
 class AttachedDora(AttachedFactors):
     """DoRA on the linear layers `targets` (full name: module)."""
 
-    def __init__(self, model: nn.Module, targets: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
-        super().__init__("dora", "DoRA", model, targets, settings, _rescale_output)
+    def __init__(
+        self, model: nn.Module, targets: Mapping[str, nn.Module], settings: dict[str, Any], slot: str
+    ) -> None:
+        def rescale_output(layer: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+            factors: Any = getattr(layer, slot)
+            return factors(args[0], out, layer)
+
+        super().__init__("dora", "DoRA", model, targets, settings, rescale_output, slot)
 
     def export(self) -> AdapterFiles:
         files = super().export()
@@ -106,7 +114,7 @@ class AttachedDora(AttachedFactors):
         self._factors_of(name).set_norms(unquantised, stored)
 
     def _factors_of(self, name: str) -> DoraFactors:
-        return cast("DoraFactors", self.targets[name].dora)
+        return cast("DoraFactors", self.factors()[name])
 
 
 def attach(
@@ -129,6 +137,7 @@ def attach(
     `set_row_norms` must be called. Raises `ModelError` for targets or layers that do not exist.
     """
     targets = match_linears(model, target_modules, parse_layers(layers))
+    slot = free_name(targets.values(), "dora")
     scale = update_scale(rank, alpha, rslora)
     for name, layer in targets.items():
         sizes = linear_sizes(layer)
@@ -136,15 +145,10 @@ def attach(
         if next(layer.parameters()).device.type != "meta":
             norms = row_norms(dense_weight(layer))
             factors.set_norms(norms, norms)
-        add_factors(layer, "dora", factors)
+        add_factors(layer, slot, factors)
     settings: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "rslora": rslora}
     settings["train_embeddings"] = train_embeddings
-    return AttachedDora(model, targets, settings)
-
-
-def _rescale_output(layer: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-    factors: Any = layer.dora
-    return factors(args[0], out, layer)
+    return AttachedDora(model, targets, settings, slot)
 
 
 def accepts(config: Mapping[str, Any]) -> bool:

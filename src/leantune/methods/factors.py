@@ -10,14 +10,15 @@ import math
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from leantune.errors import CheckpointError
+from leantune.errors import CheckpointError, ModelError
 from leantune.methods.embeddings import TrainedEmbeddings
+from leantune.methods.prompts import EditOptions
 from leantune.methods.protocol import AdapterFiles, Attached, home
 from leantune.models.anatomy import linears, summarise_names
 from leantune.models.packed import PackedLinear
@@ -51,6 +52,7 @@ class LowRankFactors(nn.Module):
         self.scale = scale
         self.dropout = dropout
         self.enabled = True
+        self.acting: Tensor | None = None  # bool [P]: the prompts of the batch that are updated; all if None
 
     def updated(self, hidden: Tensor, out: Tensor) -> Tensor:
         """`out` [..., out] plus the update of `hidden` [..., in], which dropout acts on in training."""
@@ -59,6 +61,22 @@ class LowRankFactors(nn.Module):
             return add_lowrank(out, hidden, self.A, self.B, self.scale, dropout)
         dtype = self.A.dtype
         return add_lowrank(out.to(dtype), hidden.to(dtype), self.A, self.B, self.scale, dropout).to(out.dtype)
+
+    def on_acting(self, hidden: Tensor, out: Tensor, update: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """`update(hidden, out)` for the rows of the batch that it acts on, `out` for the others."""
+        if not self.enabled:
+            return out
+        if self.acting is None or bool(self.acting.all()):
+            return update(hidden, out)
+        if out.ndim != 3 or len(out) % len(self.acting):
+            raise ModelError(
+                "adapters cannot be chosen per prompt in a layer that mixes the rows of a batch (experts do)"
+            )
+        beams = len(out) // len(self.acting)
+        rows = torch.nonzero(self.acting.repeat_interleave(beams).to(out.device))[:, 0]
+        if len(rows) == 0:
+            return out
+        return out.index_copy(0, rows, update(hidden[rows], out[rows]).to(out.dtype))
 
     def weight(self) -> Tensor:
         """The dense update, [out, in], fp32."""
@@ -70,7 +88,7 @@ class LowRankFactors(nn.Module):
 
 
 class AttachedFactors(Attached):
-    """Factors on the linear layers `targets` (full name: module), as their submodule `name`."""
+    """Factors on the linear layers `targets` (full name: module), as their submodule `slot` (or `name`)."""
 
     def __init__(
         self,
@@ -80,8 +98,10 @@ class AttachedFactors(Attached):
         targets: Mapping[str, nn.Module],
         settings: dict[str, Any],
         hook: Hook | None,
+        slot: str | None = None,
     ) -> None:
         super().__init__(name, model)
+        self._slot = slot or name
         self.embeddings = TrainedEmbeddings(model) if settings["train_embeddings"] else None
         self.targets = dict(targets)
         self.settings = settings
@@ -91,14 +111,33 @@ class AttachedFactors(Attached):
 
     def factors(self) -> dict[str, LowRankFactors]:
         """The factors by the full name of their linear layer."""
-        return {name: getattr(layer, self.name) for name, layer in self.targets.items()}
+        return {name: getattr(layer, self._slot) for name, layer in self.targets.items()}
 
     def detach(self) -> None:
         """Take the factors off the model."""
         for hook in self._hooks:
             hook.remove()
         for layer in self.targets.values():
-            delattr(layer, self.name)
+            delattr(layer, self._slot)
+
+    @contextmanager
+    def edits(
+        self, prompt_lengths: Tensor, prompt_starts: Tensor | None = None, **options: Unpack[EditOptions]
+    ) -> Generator[None]:
+        del prompt_lengths, prompt_starts
+        acting = options.get("acting")
+        if acting is None:
+            yield
+            return
+        if "rows" in options:
+            raise ModelError("adapters of linear layers are chosen per row of a batch, not per prompt in a row")
+        for factors in self.factors().values():
+            factors.acting = acting
+        try:
+            yield
+        finally:
+            for factors in self.factors().values():
+                factors.acting = None
 
     @contextmanager
     def disabled(self) -> Generator[None]:

@@ -23,7 +23,7 @@ from leantune.methods.factors import (
     peft_settings,
     update_scale,
 )
-from leantune.methods.protocol import AdapterFiles, Attached, named_generator
+from leantune.methods.protocol import AdapterFiles, Attached, free_name, named_generator
 from leantune.models.anatomy import linear_sizes, match_linears
 from leantune.models.packed import PackedLinear
 
@@ -35,14 +35,20 @@ class LoraFactors(LowRankFactors):
 
     def forward(self, hidden: Tensor, out: Tensor) -> Tensor:
         """`out` [..., out] plus the update of `hidden` [..., in]."""
-        return self.updated(hidden, out) if self.enabled else out
+        return self.on_acting(hidden, out, self.updated)
 
 
 class AttachedLora(AttachedFactors):
     """LoRA on the linear layers `targets` (full name: module)."""
 
-    def __init__(self, model: nn.Module, targets: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
-        super().__init__("lora", "LoRA", model, targets, settings, _update_output)
+    def __init__(
+        self, model: nn.Module, targets: Mapping[str, nn.Module], settings: dict[str, Any], slot: str
+    ) -> None:
+        def update_output(layer: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+            factors: Any = getattr(layer, slot)
+            return factors(args[0], out)
+
+        super().__init__("lora", "LoRA", model, targets, settings, update_output, slot)
 
 
 def attach(
@@ -69,16 +75,11 @@ def attach(
     settings["train_embeddings"] = train_embeddings
     if implementation == "peft":
         return _attach_peft(model, targets, settings, seed)
-    scale = update_scale(rank, alpha, rslora)
+    scale, slot = update_scale(rank, alpha, rslora), free_name(targets.values(), "lora")
     for name, layer in targets.items():
         sizes = linear_sizes(layer)
-        add_factors(layer, "lora", LoraFactors(*sizes, rank, scale, dropout, named_generator(seed, name)))
-    return AttachedLora(model, targets, settings)
-
-
-def _update_output(layer: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-    factors: Any = layer.lora
-    return factors(args[0], out)
+        add_factors(layer, slot, LoraFactors(*sizes, rank, scale, dropout, named_generator(seed, name)))
+    return AttachedLora(model, targets, settings, slot)
 
 
 def accepts(config: Mapping[str, Any]) -> bool:

@@ -1,7 +1,8 @@
 """What every method offers to the loop, to checkpoints and to generation.
 
 A method is one file of this folder with a function `attach(model, *, seed, **settings)` that
-prepares the model in place and returns an `Attached`. If it saves an adapter, it also has
+prepares the model in place and returns an `Attached`; a file that serves several methods names them in
+`METHODS` and is told which one as `method`. If it saves an adapter, it also has
 `CONFIG_FILE` and `settings_from(config)`, the way back from the saved configuration; methods
 that share a file name also have `accepts(config)`, which tells their configurations apart.
 """
@@ -9,16 +10,18 @@ that share a file name also have `accepts(config)`, which tells their configurat
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from leantune.errors import CheckpointError, ModelError
 from leantune.methods.embeddings import TrainedEmbeddings
+from leantune.methods.prompts import EditOptions
+from leantune.models.anatomy import decoder_blocks
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,13 @@ class Attached:
     The defaults are those of a method that is nothing but parameters.
     """
 
-    # Whether the method's own parameters must be whole on every rank, because a row means nothing alone.
+    # Whether the method's own parameters must be whole on every rank, because a row means nothing alone,
+    # and fp32 in every precision.
     always_whole = False
-    # Whether the method's own parameters are fp32 in every precision.
-    always_fp32 = False
+    # Whether it edits hidden states, so that strength, subspaces and generation of `edits` mean something.
+    edits_states = False
+    # The strings between which prompts are edited, if a position is `markers`.
+    markers: tuple[str, str] | None = None
     # The embeddings of the model, if they are trained too.
     embeddings: TrainedEmbeddings | None = None
 
@@ -56,17 +62,42 @@ class Attached:
         """Names that weight decay must leave alone; by default vectors (norms, biases)."""
         return {name for name, parameter in self.trainable().items() if parameter.ndim < 2}
 
+    def parts(self) -> Sequence[Attached]:
+        """The methods that this is made of, each with files of its own; as a rule it alone."""
+        return [self]
+
+    def own(self) -> set[str]:
+        """Names of the trained parameters that the method itself brought, if it must tell them apart."""
+        return set(self.trainable())
+
+    def pinned(self) -> set[str]:
+        """Names of trained parameters that are whole on every rank, and fp32 in every precision."""
+        return self.own() if self.always_whole else set()
+
+    def frozen_blocks(self) -> int:
+        """How many leading decoder blocks compute the same whatever is trained; hooks on them do not count."""
+        if self.embeddings is not None:
+            return 0
+        blocks = list(decoder_blocks(self.model).values())
+        trained = (any(p.requires_grad for p in block.parameters()) for block in blocks)
+        return next((index for index, found in enumerate(trained) if found), len(blocks))
+
     def edits(
-        self, prompt_lengths: Tensor, prompt_starts: Tensor | None = None
+        self, prompt_lengths: Tensor, prompt_starts: Tensor | None = None, **options: Unpack[EditOptions]
     ) -> AbstractContextManager[None]:
         """Forward passes inside this context edit these prompts.
 
-        prompt_lengths: int64 [B], tokens of each prompt; prompt_starts: int64 [B], index of the
+        prompt_lengths: int64 [P], tokens of each prompt; prompt_starts: int64 [P], index of the
         first one (more than 0 with left padding). With a KV cache, only the first forward
-        pass of the context (the prefill) is edited.
+        pass of the context (the prefill) has prompts in it.
         """
-        del prompt_lengths, prompt_starts
+        del prompt_lengths, prompt_starts, options
         return nullcontext()
+
+    def subspace_mask(self, names: Sequence[str | int]) -> Tensor:
+        """The dimensions that act if these subspaces are chosen, bool [rank]; `ModelError` if it has none."""
+        del names
+        raise ModelError(f"method {self.name} has no subspaces to choose from; leave them out")
 
     def disabled(self) -> AbstractContextManager[None]:
         """Forward passes inside this context are those of the untouched model.
@@ -113,6 +144,10 @@ class Attached:
         """The adapter as it is saved; None if the method saves a whole model."""
         return None
 
+    def adapter_files(self) -> list[AdapterFiles]:
+        """What the parts save; empty if the model is saved whole."""
+        return [files for part in self.parts() if (files := part.export()) is not None]
+
     def check_saved(self, config: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` if a saved configuration means something else than what was attached."""
         del config
@@ -153,6 +188,13 @@ def _torn(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list
         for one, other in pairs
         if one in tensors and other in tensors and not torch.equal(tensors[one], tensors[other])
     ]
+
+
+def free_name(modules: Iterable[nn.Module], name: str) -> str:
+    """A name that none of these modules has for a part of its own: the name, or with a number behind it."""
+    taken = {child for module in modules for child, _ in module.named_children()}
+    candidates = (name if number == 0 else f"{name}_{number}" for number in range(len(taken) + 1))
+    return next(candidate for candidate in candidates if candidate not in taken)
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:

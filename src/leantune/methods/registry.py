@@ -10,19 +10,24 @@ from typing import Any
 from torch import nn
 
 from leantune import methods
+from leantune.errors import ModelError
 from leantune.methods.protocol import Attached
+from leantune.methods.together import TOGETHER, join
 
-_NOT_METHODS = {"embeddings", "factors", "protocol", "registry"}
+_NOT_METHODS = {"choice", "embeddings", "factors", "interventions", "prompts", "protocol", "registry"}
+_NOT_METHODS |= {"reft_places", "together"}
+# Parts of a run that save files like a method, but are none.
+_PARTS = {"head"}
 
 
 def method_names() -> list[str]:
     """All methods, in alphabetical order."""
-    return sorted(m.name for m in pkgutil.iter_modules(methods.__path__) if m.name not in _NOT_METHODS)
+    return sorted(name for module in _modules() if module not in _PARTS for name in _served(module))
 
 
 def adapter_config_files() -> list[str]:
     """The files by which saved adapters are known: one name for each format, in alphabetical order."""
-    files = (getattr(_module(name), "CONFIG_FILE", None) for name in method_names())
+    files = (getattr(_module(name), "CONFIG_FILE", None) for name in _modules())
     return sorted({file for file in files if file is not None})
 
 
@@ -30,9 +35,17 @@ def attach(name: str, model: nn.Module, settings: Mapping[str, Any], seed: int) 
     """Attach a method to a model whose weights are frozen.
 
     `settings` are the keys of the run's `method` section without its name. The new
-    parameters depend on `seed` and on their names alone, not on the process.
+    parameters depend on `seed` and on their names alone, not on the process. A `together` attaches
+    each of its parts.
     """
-    return _module(name).attach(model, seed=seed, **settings)
+    if name == TOGETHER:
+        parts = [dict(part) for part in settings["parts"]]
+        return join([attach(part.pop("name"), model, part, seed) for part in parts])
+    for module in _modules():
+        if name in _served(module):
+            extra = {"method": name} if name != module else {}
+            return _module(module).attach(model, seed=seed, **extra, **settings)
+    raise ModelError(f"method {name!r} is unknown; expected one of {', '.join(method_names())}")
 
 
 def attach_saved(config_file: str, model: nn.Module, config: Mapping[str, Any]) -> Attached | None:
@@ -41,7 +54,7 @@ def attach_saved(config_file: str, model: nn.Module, config: Mapping[str, Any]) 
     Of methods that share a file, it is the one whose `accepts` takes this content. The parameters
     are new; `Attached.load` gives them the saved values.
     """
-    for name in method_names():
+    for name in _modules():
         module = _module(name)
         accepts = getattr(module, "accepts", None)
         if getattr(module, "CONFIG_FILE", None) == config_file and (accepts is None or accepts(config)):
@@ -49,6 +62,15 @@ def attach_saved(config_file: str, model: nn.Module, config: Mapping[str, Any]) 
             attached.check_saved(config)
             return attached
     return None
+
+
+def _modules() -> list[str]:
+    return sorted(m.name for m in pkgutil.iter_modules(methods.__path__) if m.name not in _NOT_METHODS)
+
+
+def _served(module: str) -> tuple[str, ...]:
+    """The methods of a file: the one it is named after, or those that it names."""
+    return getattr(_module(module), "METHODS", (module,))
 
 
 def _module(name: str) -> Any:

@@ -52,19 +52,19 @@ def place(
     devices_per_node: int | None = None,
     gather_dtype: torch.dtype | None = None,
     new_parameters: frozenset[str] = frozenset(),
-    always_whole: bool = False,
+    pinned: frozenset[str] = frozenset(),
 ) -> ShardedPlacement:
     """Shard the model in place: its decoder blocks one by one, then what else of it is trained.
 
-    `new_parameters` are those of an adapter, which `adapter` places; `always_whole`: the method cannot
-    have them sharded. `gather_dtype`: that of floating-point weights while gathered, if it is not
+    `new_parameters` are those of an adapter, which `adapter` places but for the `pinned` ones, which are
+    whole. `gather_dtype`: that of floating-point weights while gathered, if it is not
     their own; gradients are summed in fp32. Trained weights of the model itself are sharded like all of
     its weights. The wrapping needs no list of classes: blocks are what `decoder_blocks` finds.
     """
     _check_torch(model)
     _join_alone(world)
     mesh, groups = _mesh(world, sharding, shard_devices or devices_per_node or world.size)
-    replicated, reason = _replicated(trainable, new_parameters, adapter, always_whole)
+    replicated, reason = _replicated(trainable, new_parameters, adapter, pinned)
     whole = {p for n, p in trainable.items() if n in replicated}
     whole |= {p for p in model.parameters() if p.ndim == 0}  # a scalar has no rows
     blocks = list(decoder_blocks(model).values())
@@ -180,13 +180,13 @@ def _mesh(world: World, sharding: str, shard_devices: int) -> tuple[DeviceMesh, 
 
 
 def _replicated(
-    trainable: Mapping[str, nn.Parameter], new: frozenset[str], adapter: str, always_whole: bool
+    trainable: Mapping[str, nn.Parameter], new: frozenset[str], adapter: str, pinned: frozenset[str]
 ) -> tuple[frozenset[str], list[str]]:
     """Names of the trained parameters that stay whole on every rank, and the line that says so."""
-    if always_whole:
-        return new, ["the method's own parameters are whole on every rank"]
+    lines = [f"{len(pinned)} parameters of the method are whole on every rank"] if pinned else []
+    new -= pinned
     if not new:
-        return frozenset(), []
+        return pinned, lines
     size = sum(trainable[name].numel() * trainable[name].element_size() for name in new)
     keep = adapter == "replicated" or (adapter == "auto" and size < _REPLICATED_BYTES)
     asked = (
@@ -195,7 +195,8 @@ def _replicated(
         else f"{'less' if keep else 'more'} than {_REPLICATED_BYTES >> 20} MiB"
     )
     where = "whole on every rank, one all-reduce a step" if keep else "sharded like the weights"
-    return new if keep else frozenset(), [f"adapter of {size / 2**20:.1f} MiB: {where} ({asked})"]
+    lines.append(f"adapter of {size / 2**20:.1f} MiB: {where} ({asked})")
+    return pinned | new if keep else pinned, lines
 
 
 def _describe(sharding: str, groups: int, world: World, cpu_offload: bool) -> str:

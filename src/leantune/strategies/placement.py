@@ -43,6 +43,10 @@ class Placement:
         self.whole_parameters = dict(parameters)
         self.trained = dict(parameters)
 
+    def replicated(self) -> list[nn.Parameter]:
+        """The trained parameters that every rank holds whole, and that must be equal on all of them."""
+        return list(self.trained.values())
+
     def begin_pass(self, last: bool) -> None:
         """Called before each forward and backward pass of a step; `last`: its gradients complete the step."""
         del last
@@ -104,6 +108,9 @@ class ShardedPlacement(Placement):
             name: nn.Parameter(local_rows(p).local) if name in self.sharded else p
             for name, p in parameters.items()
         }
+
+    def replicated(self) -> list[nn.Parameter]:
+        return [p for name, p in self.trained.items() if name not in self.sharded]
 
     def sum_gradients(self, extra: Tensor) -> list[Tensor]:
         for name in self.sharded:
