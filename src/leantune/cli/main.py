@@ -19,10 +19,13 @@ VERBS = {
     "resume": ("resume", "continue an interrupted run"),
     "eval": ("evaluate", "score a run or model on records"),
     "generate": ("generate", "answer prompts"),
+    "serve": ("serve", "answer OpenAI's clients: one base model, adapters picked by model name"),
     "chat": ("chat", "talk with a run or model"),
     "compare": ("compare", "answers of several runs and models side by side"),
     "merge": ("merge", "write an adapter's weights into a copy of its model"),
     "expand": ("expand", "write a copy of a model with new blocks that add nothing yet (Llama-Pro)"),
+    "import-pyreft": ("import_pyreft", "write a folder that pyreft saved as an adapter"),
+    "export": ("export", "write a ReFT adapter as pyreft saves one"),
     "schema": ("schema", "print the JSON schema of a run file, for editors"),
     "rank": ("rank", argparse.SUPPRESS),
 }
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if words is not None:
         words.extend(rest)
-    if argv is None and parsed.verb not in ("schema", "merge", "expand"):
+    if argv is None and parsed.verb not in ("schema", "merge", "expand", "import-pyreft", "export"):
         tune_allocator()  # may start this process anew, so only if the command line is its own
     try:
         return int(parsed.run(parsed) or 0)

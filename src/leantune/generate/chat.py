@@ -9,6 +9,7 @@ from typing import Any
 from leantune.data.examples import Message
 from leantune.errors import LeantuneError
 from leantune.generate.decode import Sampling, stream
+from leantune.generate.edits import AS_TRAINED, EditSettings
 from leantune.methods.protocol import Attached
 
 Render = Callable[[list[Message]], str]
@@ -32,12 +33,14 @@ class ChatSession:
         attached: Attached | None = None,
         system: str | None = None,
         stop_token_ids: Iterable[int] = (),
+        edits: EditSettings = AS_TRAINED,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.sampling = sampling
         self.attached = attached
         self.stop_token_ids = tuple(stop_token_ids)
+        self.edits = edits
         self.messages: list[Message] = []
         self._render = render
         self.restart(system)
@@ -80,6 +83,7 @@ class ChatSession:
             self.sampling,
             self.attached,
             stop_token_ids=self.stop_token_ids,
+            edits=self.edits,
         )
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from queue import Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,13 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from leantune.data.tokens import Encoded
 from leantune.errors import ConfigError, DataError
+from leantune.generate.edits import AS_TRAINED, AskedOf, EditSettings, edit_options
+from leantune.generate.pieces import TextPieces, answer_text
 from leantune.generate.prompts import PromptBatch, encode_prompts, left_pad, pad_id, stop_ids
 from leantune.generate.sampling import Sampling
+from leantune.methods.head import refuse_writing
 from leantune.methods.protocol import Attached
 
 __all__ = ["Sampling", "generate", "stream"]
@@ -35,28 +39,29 @@ def generate(
     *,
     attached: Attached | None = None,
     stop_token_ids: Iterable[int] = (),
+    edits: EditSettings | Sequence[EditSettings] = AS_TRAINED,
     batch_size: int = 16,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[str]:
     """Continue rendered prompts; answers come in the order of the prompts, without end tokens.
 
     `stop_token_ids` (those of the template) end an answer besides the EOS of model and tokenizer.
-    `on_progress(done, total)` counts prompts. Raises `DataError` for a prompt that is empty or too
-    long for the model.
+    `edits`: how interventions act, for all prompts or for each of them. `on_progress(done, total)` counts
+    prompts. Raises `DataError` for a prompt that is empty or too long for the model.
     """
     if isinstance(prompts, str):
         raise DataError("prompts is one string; expected a list of strings")
     if batch_size < 1:
         raise ConfigError(f"batch_size: {batch_size} is out of range; expected at least 1")
     decoder = _Decoder.of(model, tokenizer, sampling, attached, stop_token_ids)
-    encoded = encode_prompts(model, tokenizer, prompts, sampling.max_new_tokens)
+    asked = decoder.prompts(prompts, edits)
     # The longest come first: if memory is short, it shows in the first batch.
-    order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]))
-    answers = [""] * len(encoded)
-    with _evaluating(model), _seeded(sampling, decoder.device):
+    order = sorted(range(len(asked)), key=lambda i: -len(asked[i].encoded.ids))
+    answers = [""] * len(asked)
+    with evaluating(model), _seeded(sampling, decoder.device):
         for begin in range(0, len(order), batch_size):
             chosen = order[begin : begin + batch_size]
-            for index, tokens in zip(chosen, decoder.run([encoded[i] for i in chosen]), strict=True):
+            for index, tokens in zip(chosen, decoder.run([asked[i] for i in chosen]), strict=True):
                 answers[index] = decoder.text(tokens)
             if on_progress is not None:
                 on_progress(min(begin + batch_size, len(order)), len(order))
@@ -71,6 +76,7 @@ def stream(
     attached: Attached | None = None,
     *,
     stop_token_ids: Iterable[int] = (),
+    edits: EditSettings = AS_TRAINED,
 ) -> Generator[str, None, None]:
     """Yield the answer to one prompt piece by piece; joined, the pieces are what `generate` returns.
 
@@ -82,17 +88,16 @@ def stream(
             "set num_beams to 1, or generate the whole answer"
         )
     decoder = _Decoder.of(model, tokenizer, sampling, attached, stop_token_ids)
-    encoded = encode_prompts(model, tokenizer, [prompt], sampling.max_new_tokens)
-    return _stream(model, decoder, encoded)
+    return _stream(model, decoder, decoder.prompts([prompt], edits))
 
 
-def _stream(model: Any, decoder: _Decoder, encoded: list[list[int]]) -> Generator[str, None, None]:
+def _stream(model: Any, decoder: _Decoder, prompts: Sequence[_Prompt]) -> Generator[str, None, None]:
     pieces = _Pieces(decoder)
 
     def work() -> None:
         try:
-            with _evaluating(model), _seeded(decoder.sampling, decoder.device):
-                decoder.run(encoded, pieces)
+            with evaluating(model), _seeded(decoder.sampling, decoder.device):
+                decoder.run(prompts, pieces)
             pieces.queue.put(None)
         except BaseException as error:  # whatever it is, it belongs to the consumer
             pieces.queue.put(error)
@@ -107,6 +112,13 @@ def _stream(model: Any, decoder: _Decoder, encoded: list[list[int]]) -> Generato
     finally:
         pieces.stopped.set()
         worker.join()
+
+
+class _Prompt(NamedTuple):
+    """A prompt as tokens, and what is asked of the interventions for it."""
+
+    encoded: Encoded
+    asked: AskedOf
 
 
 @dataclass(frozen=True)
@@ -130,23 +142,35 @@ class _Decoder:
         attached: Attached | None,
         stop_token_ids: Iterable[int],
     ) -> _Decoder:
+        attached = attached if attached is not None else Attached("none", model)
+        refuse_writing(attached)
         return cls(
             model,
             tokenizer,
             sampling,
-            attached if attached is not None else Attached("none", model),
+            attached,
             frozenset(stop_ids(model, tokenizer)) | frozenset(stop_token_ids),
             pad_id(model, tokenizer),
             model.get_input_embeddings().weight.device,
         )
 
-    def run(self, encoded: Sequence[Sequence[int]], pieces: _Pieces | None = None) -> list[list[int]]:
+    def prompts(self, texts: Sequence[str], edits: EditSettings | Sequence[EditSettings]) -> list[_Prompt]:
+        """Encode rendered prompts; raises `LeantuneError` for what the model cannot read or obey."""
+        settings = [edits] * len(texts) if isinstance(edits, EditSettings) else edits
+        if len(settings) != len(texts) or len({one.generation for one in settings}) > 1:
+            raise ConfigError(
+                f"edits: {len(settings)} settings for {len(texts)} prompts; expected one for each, with the "
+                "same generation"
+            )
+        longest = self.sampling.max_new_tokens
+        encoded = encode_prompts(self.model, self.tokenizer, texts, longest, self.attached.markers)
+        return [_Prompt(*pair) for pair in zip(encoded, (s.of(self.attached) for s in settings), strict=True)]
+
+    def run(self, prompts: Sequence[_Prompt], pieces: _Pieces | None = None) -> list[list[int]]:
         """Generated tokens of one batch, each up to its first stop token."""
-        batch = left_pad(encoded, self.pad, self.device)
-        beams = self.sampling.num_beams
-        # Beams are rows of the batch from the prefill on, so the edits need their positions too.
-        lengths, starts = (t.repeat_interleave(beams) for t in (batch.lengths, batch.starts))
-        with self._explicit_config(), self.attached.edits(lengths, starts):
+        tokens, marked = zip(*((p.encoded.ids, p.encoded.marked) for p in prompts), strict=True)
+        batch = left_pad(tokens, self.pad, self.device, marked)
+        with self._explicit_config(), self._edits(batch, [prompt.asked for prompt in prompts]):
             output: Tensor = self.model.generate(
                 input_ids=batch.tokens,
                 attention_mask=batch.mask,
@@ -156,8 +180,17 @@ class _Decoder:
             )
         return [self._until_stop(row) for row in output[:, batch.tokens.shape[1] :].tolist()]
 
+    def _edits(self, batch: PromptBatch, asked: Sequence[AskedOf]) -> AbstractContextManager[None]:
+        """Beams are rows of the batch from the prefill on, so each needs what its prompt has."""
+        beams = self.sampling.num_beams
+        lengths, starts, marked = (
+            tensor.repeat_interleave(beams, dim=0) for tensor in (batch.lengths, batch.starts, batch.marked)
+        )
+        options = edit_options([one for one in asked for _ in range(beams)], self.device)
+        return self.attached.edits(lengths, starts, marked=marked, **options)
+
     def text(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return answer_text(self.tokenizer, tokens)
 
     def _until_stop(self, tokens: list[int]) -> list[int]:
         end = next((i for i, token in enumerate(tokens) if token in self.stops), len(tokens))
@@ -220,40 +253,31 @@ class _Stopped(StoppingCriteria):
 
 
 class _Pieces(BaseStreamer):
-    """Turns tokens into text that never has to be taken back: half a character waits for its rest."""
+    """Sends the pieces of one answer to the consumer of a stream."""
 
     def __init__(self, decoder: _Decoder) -> None:
         self.queue: Queue[str | BaseException | None] = Queue()
         self.stopped = threading.Event()
-        self._decoder = decoder
-        self._tokens: list[int] = []
-        self._sent = ""
+        self._pieces = TextPieces(decoder.tokenizer, decoder.stops)
         self._prompt_seen = False
-        self._ended = False
 
     def put(self, value: Tensor) -> None:
         if not self._prompt_seen:
             self._prompt_seen = True
             return
         for token in value.flatten().tolist():
-            self._ended = self._ended or token in self._decoder.stops
-            if not self._ended:
-                self._tokens.append(token)
-        text = self._decoder.text(self._tokens)
-        if text.startswith(self._sent) and not text.endswith("\ufffd"):
-            self._send(text)
+            self._send(self._pieces.put(token))
 
     def end(self) -> None:
-        self._send(self._decoder.text(self._tokens))
+        self._send(self._pieces.end())
 
-    def _send(self, text: str) -> None:
-        if len(text) > len(self._sent):
-            self.queue.put(text[len(self._sent) :])
-            self._sent = text
+    def _send(self, piece: str) -> None:
+        if piece:
+            self.queue.put(piece)
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every module gets its own mode back."""
     training = [module for module in model.modules() if module.training]
     model.eval()

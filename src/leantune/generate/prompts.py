@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leantune.data.tokens import SegmentEncoder
+from leantune.data.markers import Markers
+from leantune.data.tokens import Encoded, SegmentEncoder
 from leantune.errors import DataError
 
 
@@ -18,25 +19,31 @@ class PromptBatch:
     """Left-padded prompts.
 
     tokens: int64 [B, T]; mask: int64 [B, T], 0 on padding; lengths: int64 [B], tokens of each
-    prompt; starts: int64 [B], index of its first token.
+    prompt; starts: int64 [B], index of its first token; marked: bool [B, T], tokens between markers.
     """
 
     tokens: Tensor
     mask: Tensor
     lengths: Tensor
     starts: Tensor
+    marked: Tensor
 
 
 def encode_prompts(
-    model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int
-) -> list[list[int]]:
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    markers: tuple[str, str] | None = None,
+) -> list[Encoded]:
     """Tokens of all prompts as training has them, with one BOS where the tokenizer puts one.
 
-    Raises `DataError` for a prompt that is empty or leaves no room to answer.
+    `markers`: what stands between them is marked, and they are left out. Raises `DataError` for a prompt
+    that is empty or leaves no room to answer, or a marker without a partner.
     """
     limit = max_positions(model)
-    encoded = SegmentEncoder(tokenizer).encode_prompts(prompts)
-    for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True), start=1):
+    encoded = SegmentEncoder(tokenizer).encode_prompts(prompts, Markers(*markers) if markers else None)
+    for number, (prompt, (tokens, *_)) in enumerate(zip(prompts, encoded, strict=True), start=1):
         name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
         if not prompt or not tokens:
             raise DataError(f"{name} is empty ({prompt!r}); expected text to continue")
@@ -60,14 +67,25 @@ def max_positions(model: Any) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def left_pad(encoded: Sequence[Sequence[int]], pad: int, device: torch.device) -> PromptBatch:
-    """One batch of prompts that all end at the same column; the mask comes from lengths, not from ids."""
+def left_pad(
+    encoded: Sequence[Sequence[int]],
+    pad: int,
+    device: torch.device,
+    marked: Sequence[Sequence[bool]] = (),
+) -> PromptBatch:
+    """One batch of prompts that all end at the same column; the mask comes from lengths, not from ids.
+
+    marked: which tokens of each prompt are marked; nothing for one without marks.
+    """
     lengths = torch.tensor([len(tokens) for tokens in encoded])
     width = int(lengths.max())
     tokens = torch.tensor([[pad] * (width - len(row)) + list(row) for row in encoded])
     starts = width - lengths
     mask = (torch.arange(width)[None, :] >= starts[:, None]).long()
-    return PromptBatch(*(tensor.to(device) for tensor in (tokens, mask, lengths, starts)))
+    marks = torch.zeros(len(encoded), width, dtype=torch.bool)
+    for row, flags in enumerate(marked):
+        marks[row, width - len(flags) :] = torch.tensor(flags, dtype=torch.bool)
+    return PromptBatch(*(tensor.to(device) for tensor in (tokens, mask, lengths, starts, marks)))
 
 
 def pad_id(model: Any, tokenizer: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 from leantune.errors import ConfigError, DataError
 from leantune.generate.decode import RepetitionPenalty, Sampling, generate, stream
 from leantune.generate.prompts import encode_prompts, left_pad, stop_ids
+from leantune.methods.prompts import EditOptions
 from leantune.methods.protocol import Attached
 from tests.fixtures import tiny_llama, tiny_tokenizer
 
@@ -54,7 +55,7 @@ def lively(model: Any) -> Any:
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    return encode_prompts(tiny_llama(num_layers=1), tokenizer, [prompt], 1)[0]
+    return encode_prompts(tiny_llama(num_layers=1), tokenizer, [prompt], 1)[0].ids
 
 
 class Recorder(Attached):
@@ -66,7 +67,10 @@ class Recorder(Attached):
         self.rows: list[int] = []
 
     @contextmanager
-    def edits(self, prompt_lengths: Tensor, prompt_starts: Tensor | None = None) -> Iterator[None]:
+    def edits(
+        self, prompt_lengths: Tensor, prompt_starts: Tensor | None = None, **options: Unpack[EditOptions]
+    ) -> Iterator[None]:
+        del options
         assert prompt_starts is not None
         self.calls.append((prompt_lengths.tolist(), prompt_starts.tolist()))
         last = prompt_starts + prompt_lengths - 1

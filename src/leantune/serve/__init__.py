@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint: one base model, and adapters that are picked by model name."""
