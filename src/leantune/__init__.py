@@ -24,12 +24,15 @@ from leantune.errors import (
 
 if TYPE_CHECKING:
     from leantune.api import (
+        EditSettings,
         Model,
         RunResult,
         Sampling,
         compare,
         evaluate,
+        export,
         generate,
+        import_pyreft,
         load,
         merge,
         resume,
@@ -40,12 +43,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _FROM_API = (
+    "EditSettings",
     "Model",
     "RunResult",
     "Sampling",
     "compare",
     "evaluate",
+    "export",
     "generate",
+    "import_pyreft",
     "load",
     "merge",
     "resume",
@@ -56,6 +62,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "EditSettings",
     "LaunchError",
     "LeantuneError",
     "Model",
@@ -66,7 +73,9 @@ __all__ = [
     "Sampling",
     "compare",
     "evaluate",
+    "export",
     "generate",
+    "import_pyreft",
     "load",
     "merge",
     "resume",

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from leantune.checkpoint.expand import expand_model
+from leantune.checkpoint.export_pyreft import export_pyreft
+from leantune.checkpoint.import_pyreft import import_pyreft as read_pyreft
 from leantune.checkpoint.merge import merge_run
 from leantune.checkpoint.run_folder import CONFIG, RunFolder
 from leantune.checkpoint.trained import Trained, is_trained, load_trained
@@ -17,9 +19,12 @@ from leantune.config.resume import resumed_config
 from leantune.errors import ConfigError
 from leantune.evaluate.compare import Comparison
 from leantune.evaluate.compare import compare as compare_answers
+from leantune.evaluate.heads import classify as class_of
+from leantune.evaluate.heads import reward as reward_of
 from leantune.evaluate.run import Evaluation, evaluate_model
 from leantune.generate.decode import generate as decode
 from leantune.generate.decode import stream as decode_stream
+from leantune.generate.edits import AS_TRAINED, EditSettings
 from leantune.generate.sampling import Sampling
 from leantune.models.source import resolve_model
 from leantune.train.events import Notify
@@ -40,23 +45,28 @@ class Model:
         prompts: str | Sequence[str],
         sampling: Sampling | None = None,
         *,
+        edits: EditSettings | Sequence[EditSettings] = AS_TRAINED,
         batch_size: int = 16,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[str]:
-        """Answers to user prompts, rendered with the template that the model was trained with."""
+        """Answers to user prompts, rendered with the template that the model was trained with.
+
+        `edits`: how the interventions of a ReFT adapter act, for all prompts or for each of them.
+        """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         rendered = [self.trained.template.user_prompt(text) for text in texts]
-        return self.complete(rendered, sampling, batch_size=batch_size, on_progress=on_progress)
+        return self.complete(rendered, sampling, edits=edits, batch_size=batch_size, on_progress=on_progress)
 
     def complete(
         self,
         rendered: Sequence[str],
         sampling: Sampling | None = None,
         *,
+        edits: EditSettings | Sequence[EditSettings] = AS_TRAINED,
         batch_size: int = 16,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[str]:
-        """Continuations of prompts that are rendered already."""
+        """Continuations of prompts that are rendered already; `edits` as in `generate`."""
         return decode(
             self.trained.model,
             self.trained.tokenizer,
@@ -64,11 +74,22 @@ class Model:
             sampling or Sampling(),
             attached=self.trained.attached,
             stop_token_ids=self.trained.template.stop_token_ids,
+            edits=edits,
             batch_size=batch_size,
             on_progress=on_progress,
         )
 
-    def stream(self, prompt: str, sampling: Sampling | None = None) -> Iterator[str]:
+    def classify(self, texts: Sequence[str | tuple[str, str]], *, batch_size: int = 16) -> list[str]:
+        """The class of each text, or pair of texts; for runs with objective classification."""
+        return class_of(self.trained, texts, batch_size)
+
+    def reward(self, prompts: Sequence[str], answers: Sequence[str], *, batch_size: int = 16) -> list[float]:
+        """The reward of each answer to its prompt; for runs with objective reward."""
+        return reward_of(self.trained, prompts, answers, batch_size)
+
+    def stream(
+        self, prompt: str, sampling: Sampling | None = None, *, edits: EditSettings = AS_TRAINED
+    ) -> Iterator[str]:
         """The answer to one user prompt, piece by piece."""
         rendered = self.trained.template.user_prompt(prompt)
         parts = self.trained
@@ -80,6 +101,7 @@ class Model:
             sampling or Sampling(),
             parts.attached,
             stop_token_ids=stops,
+            edits=edits,
         )
 
 
@@ -149,10 +171,15 @@ def load(
 
 
 def generate(
-    path: str | Path, prompts: str | Sequence[str], sampling: Sampling | None = None, **options: Any
+    path: str | Path,
+    prompts: str | Sequence[str],
+    sampling: Sampling | None = None,
+    *,
+    edits: EditSettings = AS_TRAINED,
+    **options: Any,
 ) -> list[str]:
-    """Load and answer; `options` are those of `load`."""
-    return load(path, **options).generate(prompts, sampling)
+    """Load and answer; `edits` as in `Model.generate`, `options` are those of `load`."""
+    return load(path, **options).generate(prompts, sampling, edits=edits)
 
 
 def evaluate(
@@ -171,11 +198,13 @@ def compare(
     models: Sequence[str | Path],
     sampling: Sampling | None = None,
     base: str | None = None,
+    edits: EditSettings = AS_TRAINED,
 ) -> Comparison:
     """Answers of several models side by side.
 
     The word `base` stands for the model under the first run or adapter, which is asked with the same
-    template, system message and tokenizer, so that training alone makes the difference.
+    template, system message and tokenizer, so that training alone makes the difference. `edits`: how the
+    interventions of the models beside it act.
     """
     named = [str(path) for path in models]
     if len(set(named)) != len(named):
@@ -186,7 +215,8 @@ def compare(
     metadata: dict[str, dict[str, str]] = {}
     for name in named:
         model = _base_of(named, base) if name == "base" else load(name)
-        columns[name] = model.generate(prompts, sampling)
+        own = AS_TRAINED if name == "base" and len(named) > 1 else edits
+        columns[name] = model.generate(prompts, sampling, edits=own)
         metadata[name] = _about(model.trained)
     return compare_answers(prompts, columns, metadata=metadata)
 
@@ -202,6 +232,18 @@ def expand(model: str | Path, target: str | Path, *, blocks: int, revision: str 
     Training them is Llama-Pro (arXiv 2401.02415). The copy is an ordinary Hugging Face folder.
     """
     return expand_model(resolve_model(str(model), revision), blocks, Path(target))
+
+
+def import_pyreft(folder: str | Path, target: str | Path, **options: Any) -> list[str]:
+    """Write what pyreft saved as an adapter folder; options: `leantune.checkpoint.import_pyreft`."""
+    return read_pyreft(Path(folder), Path(target), **options)
+
+
+def export(run: str | Path, target: str | Path, *, format: str = "pyreft") -> list[str]:
+    """Write a run's or adapter's interventions in the files of another library; returns what was checked."""
+    if format != "pyreft":
+        raise ConfigError(f"format: {format!r} is unknown; expected pyreft")
+    return export_pyreft(run, Path(target))
 
 
 def _base_of(models: Sequence[str], base: str | None) -> Model:

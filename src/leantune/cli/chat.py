@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from leantune.cli.sampling import add_model_arguments, add_sampling_arguments, sampling_from
+from leantune.cli.sampling import add_model_arguments, add_sampling_arguments, edits_from, sampling_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     from leantune import api
     from leantune.generate.chat import ChatSession, run_chat
 
-    sampling = sampling_from(args)
+    sampling, edits = sampling_from(args), edits_from(args)
     parts = api.load(
         args.model, base=args.base, device=args.device, template=args.template, system=args.system
     ).trained
@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
         attached=parts.attached,
         system=parts.template.system,
         stop_token_ids=parts.template.stop_token_ids,
+        edits=edits,
     )
 
     def write(text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from leantune.cli.sampling import add_sampling_arguments, sampling_from
+from leantune.cli.sampling import add_sampling_arguments, edits_from, sampling_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,11 +39,11 @@ def run(args: argparse.Namespace) -> int:
     from leantune.errors import ConfigError
     from leantune.evaluate.prompts import read_prompts
 
-    sampling = sampling_from(args)
+    sampling, edits = sampling_from(args), edits_from(args)
     prompts = list(args.prompt) + (read_prompts(args.prompts) if args.prompts else [])
     if not prompts:
         raise ConfigError("no prompts: give --prompts FILE or --prompt TEXT")
-    comparison = api.compare(prompts, args.models, sampling, base=args.base)
+    comparison = api.compare(prompts, args.models, sampling, base=args.base, edits=edits)
     Console().print(comparison.terminal())
     write_file(Path(args.html), comparison.html().encode())
     print(f"wrote {args.html}")

@@ -6,9 +6,9 @@ import argparse
 import json
 from pathlib import Path
 
-from leantune.cli.sampling import add_model_arguments, add_sampling_arguments, sampling_from
+from leantune.cli.sampling import add_model_arguments, add_sampling_arguments, edits_from, sampling_from
 
-METRICS = "loss, perplexity, exact_match, sql_execution, choice, gsm8k"
+METRICS = "loss, perplexity, accuracy, margin, exact_match, sql_execution, choice, gsm8k"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from leantune.data.prepare import describe_source
     from leantune.errors import ConfigError
 
-    sampling = sampling_from(args)
+    sampling, edits = sampling_from(args), edits_from(args)
     columns = dict(part.partition("=")[::2] for part in args.column)
     if any(not value for value in columns.values()):
         raise ConfigError("--column: write FIELD=COLUMN, for example --column instruction=query")
@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         columns=columns,
         batch_size=args.batch_size,
         sampling=sampling,
+        edits=edits,
     )
     if args.answers:
         right = [list(score.per_record) for score in result.scores.values()]

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from leantune.cli.sampling import add_model_arguments, add_sampling_arguments, sampling_from
+from leantune.cli.sampling import add_model_arguments, add_sampling_arguments, edits_from, sampling_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from leantune.errors import ConfigError
     from leantune.evaluate.prompts import read_prompts
 
-    sampling = sampling_from(args)
+    sampling, edits = sampling_from(args), edits_from(args)
     prompts = list(args.prompts) + (read_prompts(args.file) if args.file else [])
     if not prompts and not sys.stdin.isatty():
         prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
@@ -39,11 +39,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("no prompt: give one as an argument, --prompts FILE, or lines on standard input")
     model = api.load(args.model, base=args.base, device=args.device, template=args.template)
     if len(prompts) == 1 and not args.json and sampling.num_beams == 1:
-        for piece in model.stream(prompts[0], sampling):
+        for piece in model.stream(prompts[0], sampling, edits=edits):
             print(piece, end="", flush=True)
         print()
         return 0
-    answers = model.generate(prompts, sampling, batch_size=args.batch_size)
+    answers = model.generate(prompts, sampling, edits=edits, batch_size=args.batch_size)
     for prompt, answer in zip(prompts, answers, strict=True):
         if args.json:
             print(json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False))

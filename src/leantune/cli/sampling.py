@@ -1,4 +1,4 @@
-"""The options of `generate`, `chat` and `compare` that say how answers are decoded."""
+"""The options that `generate`, `chat`, `eval` and `compare` share: the model, how it decodes and edits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from leantune.generate.edits import EditSettings
     from leantune.generate.sampling import Sampling
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -> None:
-    """Greedy by default; a temperature turns sampling on."""
+    """Greedy by default; a temperature turns sampling on. Interventions act as trained by default."""
     group = parser.add_argument_group("decoding (greedy unless a temperature is given)")
     group.add_argument(
         "--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="default %(default)s"
@@ -23,6 +24,20 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int 
     group.add_argument("--num-beams", type=int, default=1, metavar="N", help="beam search")
     group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
     group.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
+    group = parser.add_argument_group("interventions (ReFT; as trained unless something is given)")
+    group.add_argument(
+        "--strength", type=float, default=1.0, metavar="X", help="factor of what they add; 0: untouched model"
+    )
+    group.add_argument(
+        "--subspaces",
+        metavar="LIST",
+        help="names of method.subspaces and dimensions that act alone, such as formal,sql",
+    )
+    group.add_argument(
+        "--edit-tokens",
+        choices=("prompt", "all", "new"),
+        help="edit the prompt (at its positions), every token after it too (all), or those alone (new)",
+    )
 
 
 def sampling_from(args: argparse.Namespace) -> Sampling:
@@ -38,6 +53,13 @@ def sampling_from(args: argparse.Namespace) -> Sampling:
         repetition_penalty=args.repetition_penalty,
         seed=args.seed,
     )
+
+
+def edits_from(args: argparse.Namespace) -> EditSettings:
+    """How interventions act, as the options ask for; raises `ConfigError` listing every bad value."""
+    from leantune.generate.edits import EditSettings
+
+    return EditSettings(args.strength, args.subspaces, args.edit_tokens)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,9 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from leantune.config.section import Layers, PositiveInt, Section, Share, Strings, named
+from leantune.config.section import (
+    Layers,
+    PositiveInt,
+    Section,
+    Share,
+    Strings,
+    as_layers,
+    as_tuple,
+    named,
+    named_method,
+)
 
 # The name of a section whose other fields several values of an axis share.
 NameT = TypeVar("NameT", bound=str)
@@ -64,24 +74,128 @@ class DoraMethod(LowRankMethod[Literal["dora"]]):
     )
 
 
-class LoreftMethod(Section):
-    """Low-rank linear subspace ReFT (arXiv 2404.03592)."""
+Component = Literal["block_output", "block_input", "attention_output", "mlp_output", "mlp_activation"]
+Position = Annotated[
+    str | tuple[int, ...], BeforeValidator(as_layers, json_schema_input_type=str | int | list[int])
+]
+Activation = Literal["linear", "relu", "gelu", "silu", "tanh"]
 
-    name: Literal["loreft"] = Field(default="loreft", description="train edits of hidden states (LoReFT)")
+
+class InterventionGroup(Section):
+    """Places of a ReFT method that differ from the others; what is not set is as in the method section."""
+
+    layers: Layers = Field(default="all", description="decoder blocks of this group: all, `8;19`, or a list")
+    rank: PositiveInt | None = Field(default=None, description="dimension of the edited subspace")
+    component: Component | None = Field(default=None, description="what is edited in these blocks")
+    position: Position | None = Field(default=None, description="prompt tokens to edit")
+    tied: bool | None = Field(default=None, description="one intervention for first and last tokens")
+
+
+class ReftMethod(Section, Generic[NameT]):
+    """What the representation fine-tuning methods have in common (arXiv 2404.03592)."""
+
+    name: NameT
     rank: PositiveInt = Field(default=8, description="dimension of the edited subspace")
     layers: Layers = Field(
-        default="all", description="decoder blocks whose output is edited: all, `8;19`, or a list of indices"
+        default="all", description="decoder blocks that are edited: all, `8;19`, or a list of indices"
     )
-    position: str = Field(default="f7+l7", description="prompt tokens to edit: fN first, lN last, fN+lM both")
+    component: Component = Field(
+        default="block_output",
+        description="what is edited: the output or input of the block, the output of its attention or MLP, "
+        "or that of the MLP's activation function",
+    )
+    position: Position = Field(
+        default="f7+l7",
+        description="prompt tokens to edit: fN first, lN last, fN+lM both, all, markers (those between "
+        "data.markers), or indices such as `0;3;-1` (-1: the last)",
+    )
     tied: bool = Field(
         default=True, description="one intervention per layer for first and last tokens (false: one for each)"
     )
+    interventions: Annotated[tuple[InterventionGroup, ...], BeforeValidator(as_tuple)] = Field(
+        default=(),
+        description="groups of layers with a rank, component, position and tied of their own; takes the "
+        "place of layers",
+    )
+    positions_convention: Literal["standard", "pyreft-alpaca"] = Field(
+        default="standard",
+        description="standard: l1 is the last prompt token; pyreft-alpaca: the one before it, as in the "
+        "Alpaca script of pyreft",
+    )
+    generation: Literal["prompt", "all", "new"] = Field(
+        default="prompt",
+        description="which tokens are edited, in training and at generation: prompt (at its positions), all "
+        "(also every token after it), new (those alone)",
+    )
     dropout: Share = Field(default=0.0, description="dropout on the edited state (probability)")
-    activation: Literal["linear", "relu", "gelu", "silu", "tanh"] = Field(
-        default="linear", description="activation after the learned projection W h + b"
+    subspaces: dict[str, Layers] = Field(
+        default_factory=dict,
+        description="names for dimensions of the subspace, e.g. {formal: 0-3, sql: 4-7}; the column "
+        "`subspaces` of a record says which of them it trains",
     )
     train_embeddings: bool = Field(
         default=False, description="train the token embeddings and the output head too, whole"
+    )
+
+
+class SourceReftMethod(ReftMethod[NameT], Generic[NameT]):
+    """A ReFT method with a source W h + b that depends on the state."""
+
+    activation: Activation = Field(
+        default="linear", description="activation after the learned projection W h + b"
+    )
+
+
+class LoreftMethod(SourceReftMethod[Literal["loreft"]]):
+    """Low-rank linear subspace ReFT (arXiv 2404.03592, equation 3)."""
+
+    name: Literal["loreft"] = Field(
+        default="loreft", description="edit hidden states: h + R (act(W h + b) - Rᵀ h), R orthonormal"
+    )
+
+
+class NoreftMethod(SourceReftMethod[Literal["noreft"]]):
+    """LoReFT without orthogonality."""
+
+    name: Literal["noreft"] = Field(
+        default="noreft", description="edit hidden states: h + Pᵀ (act(W h + b) - P h), P free"
+    )
+    projection_bias: bool = Field(default=False, description="a bias on P h")
+
+
+class ConsreftMethod(ReftMethod[Literal["consreft"]]):
+    """LoReFT with a constant source."""
+
+    name: Literal["consreft"] = Field(
+        default="consreft", description="edit hidden states: h + R (c - Rᵀ h), c constant, R orthonormal"
+    )
+
+
+class LobireftMethod(ReftMethod[Literal["lobireft"]]):
+    """A low-rank bias."""
+
+    name: Literal["lobireft"] = Field(
+        default="lobireft", description="edit hidden states: h + R c, c constant, R orthonormal"
+    )
+
+
+class DireftMethod(SourceReftMethod[Literal["direft"]]):
+    """LoReFT without the difference operation, as pyreft has it."""
+
+    name: Literal["direft"] = Field(
+        default="direft",
+        description="edit hidden states: h + R act(W h + b), R orthonormal (pyreft's DiReFT; that of the "
+        "paper is nodireft)",
+    )
+
+
+class NodireftMethod(SourceReftMethod[Literal["nodireft"]]):
+    """What the paper calls DiReFT (section 3.2)."""
+
+    name: Literal["nodireft"] = Field(
+        default="nodireft",
+        description="edit hidden states: h + Pᵀ act(W h + b), P free (the paper's DiReFT; `direft-paper` "
+        "is another name of it)",
     )
 
 
@@ -194,11 +308,34 @@ class FsdpStrategy(DistributedStrategy[Literal["fsdp"]]):
     )
 
 
+ReftMethods = LoreftMethod | NoreftMethod | ConsreftMethod | LobireftMethod | DireftMethod | NodireftMethod
+Part = Annotated[
+    Annotated[LoraMethod | DoraMethod | ReftMethods, Field(discriminator="name")],
+    BeforeValidator(named_method, str | LoraMethod | DoraMethod | ReftMethods),
+]
+
+
+class TogetherMethod(Section):
+    """LoRA or DoRA and a ReFT method in one run: `method: [lora, loreft]`."""
+
+    name: Literal["together"] = Field(default="together", description="several methods on one model")
+    parts: Annotated[tuple[Part, ...], BeforeValidator(as_tuple)] = Field(
+        default=(LoraMethod(), LoreftMethod()),
+        description="the methods, each a name or a section: lora or dora, and one that edits hidden states",
+    )
+
+
 Method = Annotated[
-    FullMethod | LoraMethod | DoraMethod | LoreftMethod | LlamaProMethod, Field(discriminator="name")
+    FullMethod | LoraMethod | DoraMethod | ReftMethods | LlamaProMethod | TogetherMethod,
+    Field(discriminator="name"),
 ]
 Base = Annotated[DenseBase | Nf4Base | HqqBase, Field(discriminator="name")]
 Strategy = Annotated[SingleStrategy | DdpStrategy | FsdpStrategy, Field(discriminator="name")]
+
+
+def parts_of(method: Method) -> tuple[Method, ...]:
+    """The methods of a run: those that are joined, or the one."""
+    return method.parts if isinstance(method, TogetherMethod) else (method,)
 
 
 def named_strategy(value: Any) -> Any:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
-
 from leantune.config.axes import (
     DdpStrategy,
     DoraMethod,
     FsdpStrategy,
     FullMethod,
     LoraMethod,
-    LoreftMethod,
+    ReftMethod,
+    parts_of,
 )
+from leantune.config.edit_checks import check_edits
 from leantune.config.grid import refusal
-from leantune.config.layers import parse_layers, parse_position
+from leantune.config.objective_checks import check_objective
+from leantune.config.method_checks import check_method
 from leantune.config.schema import RunConfig
 from leantune.config.section import Section
 
@@ -27,7 +28,9 @@ def cross_check(config: RunConfig) -> list[str]:
             f"method {config.method.name} × base {config.base.name} × strategy "
             f"{config.strategy.name} is refused: {reason}"
         )
-    problems += _check_method(config)
+    problems += check_method(config)
+    problems += check_objective(config)
+    problems += check_edits(config)
     problems += _check_tokens(config)
     problems += _check_batches(config)
     problems += _check_strategy(config)
@@ -40,30 +43,6 @@ def cross_check(config: RunConfig) -> list[str]:
     return problems
 
 
-def _check_method(config: RunConfig) -> list[str]:
-    method, problems = config.method, list[str]()
-    if isinstance(method, LoraMethod | DoraMethod | LoreftMethod):
-        try:
-            parse_layers(method.layers)
-        except ValueError as error:
-            problems.append(f"method.layers: {error}")
-    if isinstance(method, LoreftMethod):
-        try:
-            parse_position(method.position)
-        except ValueError as error:
-            problems.append(f"method.position: {error}")
-    if isinstance(method, LoraMethod | DoraMethod) and isinstance(method.target_modules, str):
-        try:
-            re.compile(method.target_modules)
-        except re.error as error:
-            problems.append(
-                f"method.target_modules: {method.target_modules!r} is not a regular expression: {error}"
-            )
-    if isinstance(method, LoraMethod | DoraMethod) and method.target_modules == ():
-        problems.append("method.target_modules: the list is empty; nothing would be trained")
-    return problems
-
-
 def _check_tokens(config: RunConfig) -> list[str]:
     tokens, method, problems = config.model.add_tokens, config.method, list[str]()
     blank = [token for token in tokens if not token.strip()]
@@ -73,8 +52,8 @@ def _check_tokens(config: RunConfig) -> list[str]:
     if twice:
         problems.append(f"model.add_tokens: {', '.join(map(repr, twice))} named twice; name each token once")
     if tokens and not (isinstance(method, FullMethod) or _trains_embeddings(config)):
-        fix = "use lora, dora or loreft with train_embeddings"
-        if isinstance(method, LoraMethod | DoraMethod | LoreftMethod):
+        fix = "use lora, dora or a ReFT method with train_embeddings"
+        if isinstance(method, LoraMethod | DoraMethod | ReftMethod):
             fix = "set method.train_embeddings: true"
         problems.append(
             f"model.add_tokens: method {method.name} as it is leaves the embeddings frozen, so the new "
@@ -84,8 +63,7 @@ def _check_tokens(config: RunConfig) -> list[str]:
 
 
 def _trains_embeddings(config: RunConfig) -> bool:
-    method = config.method
-    return isinstance(method, LoraMethod | DoraMethod | LoreftMethod) and method.train_embeddings
+    return any(getattr(method, "train_embeddings", False) for method in parts_of(config.method))
 
 
 def _check_batches(config: RunConfig) -> list[str]:
@@ -122,12 +100,17 @@ def _check_strategy(config: RunConfig) -> list[str]:
         )
     if isinstance(strategy, FsdpStrategy):
         problems += _check_shard_groups(strategy)
-        if strategy.adapter != "auto" and not isinstance(config.method, LoraMethod | DoraMethod):
+        if strategy.adapter != "auto" and not _has_factors(config):
             problems.append(
                 f"strategy.adapter: has no effect here, because method {config.method.name} has no LoRA or "
                 "DoRA parameters; remove the key"
             )
     return problems
+
+
+def _has_factors(config: RunConfig) -> bool:
+    """Whether there are LoRA or DoRA parameters, which may be sharded."""
+    return any(isinstance(method, LoraMethod | DoraMethod) for method in parts_of(config.method))
 
 
 def _check_shard_groups(strategy: FsdpStrategy) -> list[str]:
@@ -180,12 +163,12 @@ def _check_optimizer(config: RunConfig) -> list[str]:
 
 
 def _check_8bit(config: RunConfig) -> list[str]:
-    name, strategy, method = config.train.optimizer.name, config.strategy, config.method
+    name, strategy = config.train.optimizer.name, config.strategy
     if not name.endswith("_8bit") or not isinstance(strategy, FsdpStrategy):
         return []
-    has_adapter = isinstance(method, LoraMethod | DoraMethod)
-    embeddings = _trains_embeddings(config)
-    whole = isinstance(method, LoreftMethod) or (has_adapter and strategy.adapter == "replicated")
+    has_adapter, embeddings = _has_factors(config), _trains_embeddings(config)
+    edits_alone = isinstance(config.method, ReftMethod)
+    whole = edits_alone or (has_adapter and strategy.adapter == "replicated")
     if whole and not embeddings:
         return []
     fix = "use adamw, or strategy.adapter: replicated" if has_adapter and not embeddings else "use adamw"
@@ -241,6 +224,7 @@ def _check_eval(config: RunConfig) -> list[str]:
 
 
 _NO_RECOMPUTE = "train.activation_checkpointing is false"
+_NO_PREFIX = "train.cache_frozen_prefix is off"
 
 
 def _without_effect(config: RunConfig) -> list[str]:
@@ -255,6 +239,7 @@ def _without_effect(config: RunConfig) -> list[str]:
         ("data.validation_split", data, data.validation is not None, "data.validation is not set"),
         ("train.checkpoint_every_blocks", train, train.activation_checkpointing, _NO_RECOMPUTE),
         ("train.activation_offload", train, train.activation_checkpointing, _NO_RECOMPUTE),
+        ("train.prefix_cache_gib", train, train.cache_frozen_prefix != "off", _NO_PREFIX),
         (
             "eval.early_stop_min_delta",
             config.eval,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -18,29 +18,34 @@ from leantune.config.schema import RunConfig
 _TABLES: dict[str, Callable[[], str]] = {"train.precision": precision_table_text}
 
 
-def _sections_of(annotation: Any) -> list[type[BaseModel]]:
+def _sections_of(annotation: Any, in_lists: bool) -> list[type[BaseModel]]:
     """The section classes that a field may hold (several for the axes)."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [section for part in get_args(annotation) for section in _sections_of(part)]
+    if get_origin(annotation) is tuple and not in_lists:
+        return []
+    return [section for part in get_args(annotation) for section in _sections_of(part, in_lists)]
 
 
 def iterate_fields(
-    section: type[BaseModel] = RunConfig, prefix: str = "", tag: str | None = None
+    section: type[BaseModel] = RunConfig, prefix: str = "", tag: str | None = None, in_lists: bool = False
 ) -> Iterator[tuple[str, str | None, FieldInfo]]:
-    """All leaf keys as (dotted key, value of the axis it belongs to or None, field)."""
+    """All leaf keys as (dotted key, value of the axis it belongs to or None, field).
+
+    A list of sections is a value, whose keys its description names; `in_lists`: they are keys as well.
+    """
     for name, field in section.model_fields.items():
-        children = _sections_of(field.annotation)
+        children = _sections_of(field.annotation, in_lists)
         if not children:
             yield f"{prefix}{name}", tag, field
         for child in children:
             child_tag = str(child.model_fields["name"].default) if len(children) > 1 else tag
-            yield from iterate_fields(child, f"{prefix}{name}.", child_tag)
+            yield from iterate_fields(child, f"{prefix}{name}.", child_tag, in_lists)
 
 
-def known_keys(tag: str | None = None) -> list[str]:
+def known_keys(tag: str | None = None, in_lists: bool = False) -> list[str]:
     """All dotted keys; with `tag`, without those that belong to other values of the axis it is a value of."""
-    keys = [(key, owner) for key, owner, _ in iterate_fields()]
+    keys = [(key, owner) for key, owner, _ in iterate_fields(in_lists=in_lists)]
     axes = {key.partition(".")[0] for key, owner in keys if owner is not None and owner == tag}
     return [key for key, owner in keys if owner in (None, tag) or key.partition(".")[0] not in axes]
 
@@ -72,8 +77,8 @@ def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "(required)"
     default: Any = field.default
-    if isinstance(default, tuple):
-        default = list(default)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    if isinstance(default, tuple):  # a section in a list goes by its name
+        default = [getattr(item, "name", item) for item in default]  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
     return json.dumps(default) if not isinstance(default, str) else default
 
 

@@ -6,13 +6,14 @@ A cell that is not listed works. Rules that depend on more than the three names 
 
 from __future__ import annotations
 
-METHODS = ("full", "lora", "dora", "loreft", "llama_pro")
+REFT_METHODS = ("loreft", "noreft", "consreft", "lobireft", "direft", "nodireft")
+METHODS = ("full", "lora", "dora", *REFT_METHODS, "llama_pro", "together")
 BASES = ("dense", "nf4", "hqq")
 STRATEGIES = ("single", "ddp", "fsdp")
 
 _NO_GRADIENT = (
-    "packed weights are whole numbers and have no gradient; train lora, dora, loreft or llama_pro "
-    "on them, or use base dense"
+    "packed weights are whole numbers and have no gradient; train lora, dora, a ReFT method or "
+    "llama_pro on them, or use base dense"
 )
 # (method, base, strategy) -> reason; "*" stands for every value of that axis.
 REFUSED: dict[tuple[str, str, str], str] = {

@@ -1,4 +1,4 @@
-"""Layer lists and token positions as people write them: `all`, `8;19`, `f1+l1`."""
+"""Lists of layers as people write them: `all`, `8;19`, `0-3;19`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,3 @@ def parse_layers(value: str | Sequence[int]) -> tuple[int, ...] | None:
     if repeated:
         raise ValueError(f"layer {repeated[0]} is listed twice")
     return tuple(sorted(indices))
-
-
-def parse_position(value: str) -> tuple[int, int]:
-    """`fN+lM`, `fN` or `lM` as (N, M): how many first and last prompt tokens are edited."""
-    match = re.fullmatch(r"\s*(?:f(\d+))?\s*\+?\s*(?:l(\d+))?\s*", value)
-    first, last = (int(match[1] or 0), int(match[2] or 0)) if match else (0, 0)
-    wellformed = match is not None and ("+" in value) == (match[1] is not None and match[2] is not None)
-    if not wellformed or first + last == 0:
-        raise ValueError(f"{value!r} is not a position; write f7+l7, f1 or l1")
-    return first, last

@@ -8,8 +8,9 @@ from typing import Any
 
 from leantune.config.describe import iterate_fields, known_keys
 from leantune.config.grid import BASES, METHODS, STRATEGIES
+from leantune.config.objectives import OBJECTIVES
 
-_UNIONS = {"method": METHODS, "base": BASES, "strategy": STRATEGIES}
+_UNIONS = {"method": METHODS, "base": BASES, "strategy": STRATEGIES, "objective": OBJECTIVES}
 
 
 def describe_all(errors: Sequence[Any], lines: Mapping[str, int]) -> list[str]:
@@ -24,8 +25,8 @@ def _describe(error: Any, lines: Mapping[str, int]) -> str:
     parts = [str(part) for part in error["loc"]]
     keys = keys_of(error["loc"])
     dotted = ".".join(keys)
-    line = lines.get(dotted)
-    where = f"{dotted} (line {line})" if line else dotted
+    line, where = lines.get(dotted), _written(error["loc"])
+    where = f"{where} (line {line})" if line else where
     kind = error["type"]
     if kind == "invalid_key":
         return f"{dotted}: a key must be text, not {error['input']!r}"
@@ -54,10 +55,26 @@ def _describe(error: Any, lines: Mapping[str, int]) -> str:
 
 def keys_of(place: Sequence[int | str]) -> list[str]:
     """The keys of a place in the tree, without what pydantic adds: tags of unions, names of variants."""
+    first, *below = _written_keys(place)
+    return [first, *(key for key in below if not key.isdigit())]
+
+
+def _written_keys(place: Sequence[int | str]) -> list[str]:
+    """As `keys_of`, with the numbers of the members of lists."""
     parts = [str(part) for part in place]
     tagged = len(parts) > 1 and parts[1] in _UNIONS.get(parts[0], ())
     parts = [parts[0], *parts[2:]] if tagged else parts
-    return [parts[0], *(p for p in parts[1:] if p != "str" and "[" not in p and not p.isdigit())]
+    if parts[:2] == ["method", "parts"]:  # behind its number each part has a tag
+        parts = [*parts[:3], *parts[4:]]
+    return [parts[0], *(p for p in parts[1:] if p != "str" and "[" not in p)]
+
+
+def _written(place: Sequence[int | str]) -> str:
+    """A place as people write it: `method.parts[0].rank`."""
+    first, *below = _written_keys(place)
+    if below and below[-1].isdigit():  # the value itself tells which member it is
+        below.pop()
+    return first + "".join(f"[{key}]" if key.isdigit() else f".{key}" for key in below)
 
 
 def _closest(value: Any, expected: str) -> str:
@@ -70,7 +87,8 @@ def _closest(value: Any, expected: str) -> str:
 
 def _did_you_mean(dotted: str, parts: list[str]) -> str:
     tag = parts[1] if len(parts) > 2 and parts[0] in _UNIONS else None
-    known = known_keys(tag)
+    tag = parts[4] if parts[2:3] == ["parts"] and len(parts) > 5 else tag
+    known = known_keys(tag, in_lists=any(part.isdigit() for part in parts))
     prefix, _, leaf = dotted.rpartition(".")
     start = f"{prefix}." if prefix else ""
     siblings = dict.fromkeys(key[len(start) :].partition(".")[0] for key in known if key.startswith(start))

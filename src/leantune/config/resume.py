@@ -18,6 +18,8 @@ _CHANGEABLE = (
     "train.checkpoint_every_blocks",
     "train.activation_offload",
     "train.loss_chunk_tokens",
+    "train.cache_frozen_prefix",
+    "train.prefix_cache_gib",
     "train.device",
     "eval.micro_batch_size",
     "output.checkpoint_every_steps",

@@ -15,11 +15,13 @@ from leantune.config.axes import (
     DenseBase,
     LoraMethod,
     Method,
+    Part,
     SingleStrategy,
     Strategy,
     named_strategy,
 )
-from leantune.config.section import Betas, PositiveInt, Section, Share, Strings, as_tuple, named
+from leantune.config.objectives import NextTokenObjective, Objective
+from leantune.config.section import Betas, PositiveInt, Section, Share, Strings, as_tuple, named, named_method
 
 
 class ModelSection(Section):
@@ -44,7 +46,11 @@ class ModelSection(Section):
     )
 
 
-DataFormat = Literal["auto", "alpaca", "chat", "prompt_completion", "text", "sql", "qa", "guanaco", "dummy"]
+JudgedFormat = Literal["classification", "preference"]
+DataFormat = Literal[
+    Literal["auto", "alpaca", "chat", "prompt_completion", "text", "sql", "qa", "guanaco", "dummy"],
+    JudgedFormat,
+]
 
 
 class DataSection(Section):
@@ -79,6 +85,11 @@ class DataSection(Section):
     system: str | None = Field(default=None, description="system message put before records that have none")
     train_on: Literal["answer", "all"] = Field(
         default="answer", description="tokens that carry loss: the answers (each assistant turn) or all"
+    )
+    markers: Annotated[tuple[str, str], BeforeValidator(as_tuple)] | None = Field(
+        default=None,
+        description="two strings, e.g. ['[[', ']]']: method.position markers edits what stands between them in "
+        "the prompt; they are left out of the text",
     )
     max_length: Annotated[int, Field(ge=2)] = Field(default=1024, description="longest record, in tokens")
     too_long: Literal["truncate", "drop"] = Field(
@@ -186,6 +197,23 @@ class TrainSection(Section):
         description="labelled positions per pass through the output head: logits exist for one chunk at "
         "a time, at the cost of one more product with the head; default: all at once",
     )
+    cache_frozen_prefix: Literal["auto", "memory", "disk", "off"] = Field(
+        default="auto",
+        description="keep what the blocks below the lowest trained one put out in the first epoch, and skip "
+        "them afterwards; auto: memory, if they are a quarter of all or more, there is a second epoch, and it "
+        "fits",
+    )
+    prefix_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="most GiB that cache_frozen_prefix takes on a machine; default: a quarter of the "
+        "available memory (disk: of the free disk)",
+    )
+    reshuffle: Literal["auto", "records", "windows"] = Field(
+        default="auto",
+        description="what each epoch draws anew: the records of each step, or only the order of the steps "
+        "(windows), so that the same records stay together; auto: windows if cache_frozen_prefix could pay, "
+        "else records",
+    )
     precision: Literal["auto", "fp32", "bf16", "bf16_mixed", "bf16_fp32_buffers", "fp16_mixed"] = Field(
         default="auto",
         description="types of the frozen weights, of what is trained, of the arithmetic and of buffers; "
@@ -246,8 +274,14 @@ class RunConfig(Section):
         description="the base model"
     )
     data: DataSection = Field(description="the records")
-    method: Annotated[Method, BeforeValidator(named, str | Method)] = Field(
-        default=LoraMethod(), description="what is trained: full, lora, dora, loreft or llama_pro"
+    method: Annotated[Method, BeforeValidator(named_method, str | list[Part] | Method)] = Field(
+        default=LoraMethod(),
+        description="what is trained: full, lora, dora, loreft (or another ReFT method), llama_pro, or a "
+        "list such as [lora, loreft]",
+    )
+    objective: Annotated[Objective, BeforeValidator(named, str | Objective)] = Field(
+        default=NextTokenObjective(),
+        description="what is learned from the records: next_token, classification, dpo or reward",
     )
     base: Annotated[Base, BeforeValidator(named, str | Base)] = Field(
         default=DenseBase(), description="how the frozen weights are stored: dense, nf4 or hqq"

@@ -14,7 +14,9 @@ class Example:
 
     fields: the texts of its format, "" for an optional one that is absent; messages: the same
     record as a conversation (empty for `text` records); where: file and line for the user;
-    index: its number in the source, from 0; drop_reason: set if it cannot be trained on.
+    index: its number in the source, from 0; drop_reason: set if it cannot be trained on; label: the class of
+    a text that has one; rejected: of a pair of answers the conversation with the worse one; subspaces: what
+    the record says about the dimensions that it trains, as it was read.
     """
 
     format: str
@@ -24,6 +26,16 @@ class Example:
     index: int = 0
     drop_reason: str | None = None
     answer_field: str | None = field(default=None, kw_only=True)
+    subspaces: object = field(default=None, kw_only=True)
+    label: str | None = field(default=None, kw_only=True)
+    rejected: tuple[Message, ...] | None = field(default=None, kw_only=True)
+
+    def sequences(self) -> list[Example]:
+        """What goes through the model for this record: itself, or the chosen and the rejected answer."""
+        if self.rejected is None:
+            return [self]
+        answers = (self.messages, self.rejected)
+        return [replace(self, messages=messages, rejected=None) for messages in answers]
 
     @property
     def has_answer(self) -> bool:

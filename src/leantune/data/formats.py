@@ -5,26 +5,40 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from leantune.data.conversations import read_guanaco, read_messages, trim_conversation
 from leantune.data.examples import Example, Message
+from leantune.data.fields import as_text, column_of, text_of, value_of
+from leantune.data.judged import (
+    classification_example,
+    holds_conversations,
+    preference_chat_example,
+    preference_example,
+)
 from leantune.data.readers import Row
 from leantune.errors import DataError
 
 DETECTION_ROWS = 50
 SQL_INSTRUCTION = "Write one SQL query."
+# A field that every format may have besides its own.
+SUBSPACES = "subspaces"
 
 
 @dataclass(frozen=True)
 class Format:
-    """Fields of a format. `answer` is the one that is learned; None: the answers are in messages."""
+    """Fields of a format. `answer` is the one that is learned; None: the answers are in messages.
+
+    Judged records need an `objective` of their own, and are rendered as those of another format.
+    """
 
     name: str
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     answer: str | None = None
+    objective: str | None = None
+    rendered_as: str | None = None
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -47,10 +61,23 @@ FORMATS = {
         Format("sql", ("question", "context", "answer"), answer="answer"),
         Format("qa", ("question", "answer"), ("context",), answer="answer"),
         Format("guanaco", ("text",)),
+        Format(
+            *("classification", ("text", "label"), ("text_b",)),
+            objective="classification",
+            rendered_as="prompt_completion",
+        ),
+        Format(
+            *("preference", ("prompt", "chosen", "rejected")),
+            objective="dpo or reward",
+            rendered_as="prompt_completion",
+        ),
+        Format(
+            *("preference_chat", ("chosen", "rejected"), ("prompt",)),
+            objective="dpo or reward",
+            rendered_as="chat",
+        ),
     )
 }
-# Other names under which the data sets in circulation keep a field.
-ALIASES = {"messages": "conversations"}
 
 
 def read_examples(
@@ -72,9 +99,22 @@ def read_examples(
     mapping = dict(columns or {})
     check_columns(mapping, format, head)
     name = detect_format(head, mapping) if format == "auto" else format
+    if name == "preference" and holds_conversations(head[0], mapping):
+        name = "preference_chat"
     check_columns(mapping, name, head)
-    everything = itertools.chain(head, iterator)
-    return name, (to_example(row, name, mapping, require_answer=require_answer) for row in everything)
+    column = mapping.get(SUBSPACES, SUBSPACES)
+    examples = (
+        replace(
+            to_example(row, name, mapping, require_answer=require_answer), subspaces=row.values.get(column)
+        )
+        for row in itertools.chain(head, iterator)
+    )
+    return name, examples
+
+
+def rendered_as(format: str) -> str:
+    """The format whose templates render these records; as a rule their own."""
+    return (FORMATS[format].rendered_as if format in FORMATS else None) or format
 
 
 def check_columns(columns: Mapping[str, str], format: str, head: list[Row]) -> None:
@@ -83,7 +123,7 @@ def check_columns(columns: Mapping[str, str], format: str, head: list[Row]) -> N
     fields = FORMATS[format].fields if format in FORMATS else tuple(dict.fromkeys(all_fields))
     found = {key for row in head for key in row.values}
     for field, column in columns.items():
-        if field not in fields:
+        if field not in (*fields, SUBSPACES):
             raise DataError(
                 f"data.columns: {field!r} is not a field of the format {format}"
                 f"{_did_you_mean(field, fields)}; its fields are {', '.join(fields)}"
@@ -103,8 +143,14 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 def detect_format(head: list[Row], columns: Mapping[str, str]) -> str:
     """The one format whose required fields the first rows have. Raises `DataError` if not exactly one."""
     found = {key for row in head for key in row.values}
-    present = {field for f in FORMATS.values() for field in f.fields if _column(field, columns, found)}
-    matches = [f.name for f in FORMATS.values() if present.issuperset(f.required)]
+    present = {field for f in FORMATS.values() for field in f.fields if column_of(field, columns, found)}
+    fitting = [f for f in FORMATS.values() if present.issuperset(f.required)]
+    matches = [f.name for f in fitting if f.objective is None]
+    if fitting and not matches:
+        raise DataError(
+            f"{head[0].where}: these are {fitting[0].name} records, which are learned with an objective of "
+            f"their own; set objective: {fitting[0].objective}"
+        )
     if {"sql", "qa"} <= set(matches):
         matches.remove("qa" if _looks_like_sql(head, columns) else "sql")
     if {"text", "guanaco"} <= set(matches):
@@ -113,19 +159,13 @@ def detect_format(head: list[Row], columns: Mapping[str, str]) -> str:
         matches.remove("text" if turns else "guanaco")
     if len(matches) == 1:
         return matches[0]
-    needs = "\n".join(f"  {f.name}: {f.needs}" for f in FORMATS.values())
+    needs = "\n".join(f"  {f.name}: {f.needs}" for f in FORMATS.values() if f.objective is None)
     problem = f"the records fit {' and '.join(matches)}" if matches else "the records fit no known format"
     raise DataError(
         f"{head[0].where}: {problem}; set data.format, and data.columns if your columns have other names.\n"
         f"Columns found: {', '.join(sorted(found))}\n"
         f"Fields of each format (optional ones in brackets):\n{needs}"
     )
-
-
-def _column(field: str, columns: Mapping[str, str], found: Iterable[str]) -> str | None:
-    """The user's column of a field, if the rows have it."""
-    names = [columns[field]] if field in columns else [field, ALIASES.get(field, field)]
-    return next((name for name in names if name in found), None)
 
 
 def _looks_like_sql(head: list[Row], columns: Mapping[str, str]) -> bool:
@@ -146,8 +186,14 @@ def to_example(
     shape, mapping = FORMATS[format], columns or {}
     if format == "chat":
         return _chat_example(row, mapping, require_answer)
+    if format == "classification":
+        return classification_example(row, mapping, require_answer)
+    if format == "preference":
+        return preference_example(row, mapping)
+    if format == "preference_chat":
+        return preference_chat_example(row, mapping)
     optional = set(shape.optional) | (set() if require_answer else {shape.answer})
-    fields = {name: _text(row, name, mapping, name in optional) for name in shape.fields}
+    fields = {name: text_of(row, name, mapping, name in optional) for name in shape.fields}
     if format == "text":
         reason = None if fields["text"].strip() else "empty text"
         return Example(format, fields, (), row.where, row.index, reason)
@@ -189,10 +235,9 @@ def user_message(format: str, fields: Mapping[str, str]) -> str:
 
 
 def _chat_example(row: Row, columns: Mapping[str, str], require_answer: bool) -> Example:
-    column = _column("messages", columns, row.values)
-    if column is None or row.values[column] is None:
-        raise _missing(row, column or columns.get("messages", "messages"), is_null=column is not None)
-    messages = read_messages(row.values[column], row.where, column, as_text)
+    value = value_of(row, "messages", columns)
+    column = column_of("messages", columns, row.values) or "messages"
+    messages = read_messages(value, row.where, column, as_text)
     return _conversation(row, "chat", messages, column, require_answer)
 
 
@@ -204,33 +249,3 @@ def _conversation(
         raise DataError(f"{row.where}: field {field!r} has no {wanted} turn")
     messages, reason = trim_conversation(messages, require_answer)
     return Example(format, {}, tuple(messages), row.where, row.index, reason)
-
-
-def _text(row: Row, field: str, columns: Mapping[str, str], optional: bool) -> str:
-    column = columns.get(field, field)
-    value = row.values.get(column)
-    if value is None:
-        if optional:
-            return ""
-        raise _missing(row, column, is_null=column in row.values)
-    return as_text(value, row.where, column)
-
-
-def _missing(row: Row, column: str, *, is_null: bool) -> DataError:
-    found = ", ".join(map(str, row.values)) or "nothing"
-    problem = "is null" if is_null else f"is missing (found {found})"
-    return DataError(
-        f"{row.where}: field {column!r} {problem}; give it a text, remove the record, "
-        f"or map another column with data.columns"
-    )
-
-
-def as_text(value: Any, where: str, field: str) -> str:
-    """A text or number as text. Raises `DataError` for anything else (true/false, lists, objects)."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    raise DataError(
-        f"{where}: field {field!r} is {value!r:.60} ({type(value).__name__}); expected a text or a number"
-    )

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
+from leantune.config.objective_checks import RECORDS
+from leantune.config.objectives import ClassificationObjective, NextTokenObjective, Objective
 from leantune.config.schema import DataSection
+from leantune.config.subspaces import Subspaces
 from leantune.data.cache import cache_key, cached_records
 from leantune.data.encode import EncodingRules, encode_examples, random_records, with_facts
 from leantune.data.formats import read_examples
+from leantune.data.markers import Markers
 from leantune.data.records import DataFacts, EncodedRecords
 from leantune.data.sources import Source, open_source, rows_source
 from leantune.data.split import split_by_share
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DUMMY = "dummy"
+_NEXT_TOKEN = NextTokenObjective()
 TEXT_TO_SQL = "text-to-sql"
 
 
@@ -37,30 +45,41 @@ class PreparedData:
 
 
 def prepare_data(
-    data: DataSection, tokenizer: PreTrainedTokenizerBase, seed: int, *, cache_folder: Path | None = None
+    data: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    *,
+    objective: Objective = _NEXT_TOKEN,
+    subspaces: Subspaces | None = None,
+    cache_folder: Path | None = None,
 ) -> PreparedData:
     """Read and encode the training and validation records.
 
-    `seed` decides about generated records and the validation draw. Raises `DataError` if a record
-    cannot be read, a setting cannot be obeyed, or no record is left.
+    `seed` decides about generated records and the validation draw, `objective` about the shape of the
+    records; `subspaces` are those that their field of this name chooses from (None: the field means
+    nothing). Raises `DataError` if a record cannot be read, a setting cannot be obeyed, or no record is left.
     """
+    reader = _Reader(data, tokenizer, subspaces, cache_folder)
     if data.train == DUMMY:
         _refuse_split(data)
         template = make_template(data.template, DUMMY, tokenizer, system=data.system)
         train, report = _dummy(data, tokenizer, seed), list[str]()
     else:
-        source = _train_source(data, seed)
-        train, report = _encoded(source, _train_format(data), data, tokenizer, "train", cache_folder)
+        source, format = _train_source(data, seed), _train_format(data, objective)
+        labels = objective.labels if isinstance(objective, ClassificationObjective) else None
+        train, report = reader.read(source, format, "train", labels)
         template = make_template(data.template, train.facts.format, tokenizer, system=data.system)
     report = [describe_source(train.facts, detected=data.format == "auto"), *report]
     validation = None
     if data.validation is not None:
         source = _open(data, "validation")
-        validation, more = _encoded(source, template.format, data, tokenizer, "validation", cache_folder)
+        validation, more = reader.read(source, train.facts.format, "validation", train.facts.labels)
         report += [describe_source(validation.facts), *more]
     elif data.validation_share:
         train, validation = split_by_share(train, data.validation_share, seed)
     report.append(describe_part("train", train))
+    if subspaces is not None and train.subspaces is None:
+        report.append("no record has anything in its field subspaces, so that all train every dimension")
     if validation is not None:
         report.append(describe_part("validation", validation))
     return PreparedData(train, validation, template, template.format, report)
@@ -80,11 +99,31 @@ def describe_source(facts: DataFacts, *, detected: bool = False) -> str:
 def describe_part(name: str, records: EncodedRecords) -> str:
     """A line about the tokens of the training or validation records."""
     facts = records.facts
-    share = 100 * facts.supervised_tokens / max(facts.total_tokens, 1)
-    return (
-        f"{name}: {len(records)} records, {facts.total_tokens:,} tokens, {facts.supervised_tokens:,} of them "
-        f"with loss ({share:.0f} %), longest {facts.longest} tokens"
-    )
+    what = f"{name}: {len(records)} records, {facts.total_tokens:,} tokens"
+    if records.targets is not None:
+        counts = np.bincount(records.targets, minlength=len(facts.labels))
+        classes = ", ".join(f"{n} of {label}" for label, n in zip(facts.labels, counts, strict=True))
+        learned = f" in {len(facts.labels)} classes ({classes})"
+    else:
+        share = 100 * facts.supervised_tokens / max(facts.total_tokens, 1)
+        pairs = " in pairs of answers" if records.sequences_per_record > 1 else ""
+        learned = f"{pairs}, {facts.supervised_tokens:,} of them with loss ({share:.0f} %)"
+    return f"{what}{learned}, longest {facts.longest} tokens{_describe_edits(records)}"
+
+
+def _describe_edits(records: EncodedRecords) -> str:
+    """What the records say about edits, if they say anything."""
+    parts = list[str]()
+    if records.marked is not None:
+        marked = np.logical_or.reduceat(records.marked, records.offsets[:-1])
+        with_marks = np.count_nonzero(marked.reshape(len(records), -1).any(axis=1))
+        parts.append(
+            f"; {with_marks} records have marked tokens ({np.count_nonzero(records.marked):,} in all)"
+        )
+    if records.subspaces is not None:
+        choosing = np.count_nonzero(~records.subspaces.all(axis=1))
+        parts.append(f"; {choosing} records train a part of the {records.subspaces.shape[1]} dimensions")
+    return "".join(parts)
 
 
 def _train_source(data: DataSection, seed: int) -> Source:
@@ -96,8 +135,8 @@ def _train_source(data: DataSection, seed: int) -> Source:
     return rows_source(TEXT_TO_SQL, list(generate(data.generated_records, seed, "train")))
 
 
-def _train_format(data: DataSection) -> str:
-    return "sql" if data.train == TEXT_TO_SQL else data.format
+def _train_format(data: DataSection, objective: Objective) -> str:
+    return "sql" if data.train == TEXT_TO_SQL else RECORDS.get(objective.name, data.format)
 
 
 def _refuse_split(data: DataSection) -> None:
@@ -127,33 +166,53 @@ def _open(data: DataSection, part: Literal["train", "validation"]) -> Source:
         raise DataError(f"data.{part}: {error}") from error
 
 
-def _encoded(
-    source: Source,
-    format: str,
-    data: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
-    part: Literal["train", "validation"],
-    cache_folder: Path | None,
-) -> tuple[EncodedRecords, list[str]]:
-    """The records of one source, from the cache if they are there; and what to report about that."""
-    max_records = data.max_records if part == "train" else None
+@dataclass(frozen=True)
+class _Reader:
+    """What reading the training and the validation records has in common."""
 
-    def build() -> EncodedRecords:
-        rows = itertools.islice(source.rows(), max_records)
-        try:
-            name, examples = read_examples(rows, format, data.columns)
-        except DataError as error:
-            raise DataError(f"data.{part}: {source.name}: {error}") from error
-        template = make_template(data.template, name, tokenizer, system=data.system)
-        rules = EncodingRules(data.max_length, data.too_long, data.train_on)
-        return encode_examples(examples, template, rules, source=source.name)
+    data: DataSection
+    tokenizer: PreTrainedTokenizerBase
+    subspaces: Subspaces | None
+    cache_folder: Path | None
 
-    fingerprint = source.fingerprint() if data.cache else None
-    if fingerprint is None:
-        return build(), []
-    key = cache_key(fingerprint, _settings(data, format, max_records), tokenizer)
-    records, line = cached_records(key, build, cache_folder)
-    return with_facts(records, source=source.name), [line]
+    def read(
+        self, source: Source, format: str, part: Literal["train", "validation"], labels: Sequence[str] | None
+    ) -> tuple[EncodedRecords, list[str]]:
+        """The records of one source, from the cache if they are there; and what to report about that."""
+        data, max_records = self.data, self.data.max_records if part == "train" else None
+
+        def build() -> EncodedRecords:
+            rows = itertools.islice(source.rows(), max_records)
+            try:
+                name, examples = read_examples(rows, format, data.columns)
+            except DataError as error:
+                raise DataError(f"data.{part}: {source.name}: {error}") from error
+            template = make_template(data.template, name, self.tokenizer, system=data.system)
+            rules = self._rules(format)
+            return encode_examples(
+                examples, template, rules, source=source.name, format=name, labels=labels or None
+            )
+
+        fingerprint = source.fingerprint() if data.cache else None
+        if fingerprint is None:
+            return build(), []
+        settings = _settings(data, format, max_records) | {
+            "subspaces": self.subspaces and asdict(self.subspaces),
+            "labels": labels,
+        }
+        key = cache_key(fingerprint, settings, self.tokenizer)
+        records, line = cached_records(key, build, self.cache_folder)
+        return with_facts(records, source=source.name), [line]
+
+    def _rules(self, format: str) -> EncodingRules:
+        data = self.data
+        return EncodingRules(
+            data.max_length,
+            data.too_long,
+            "label" if format == "classification" else data.train_on,
+            Markers(*data.markers) if data.markers else None,
+            self.subspaces.mask if self.subspaces else None,
+        )
 
 
 def _settings(data: DataSection, format: str, max_records: int | None) -> dict[str, object]:
@@ -167,6 +226,7 @@ def _settings(data: DataSection, format: str, max_records: int | None) -> dict[s
         "template_content": content,
         "system": data.system,
         "train_on": data.train_on,
+        "markers": data.markers,
         "max_length": data.max_length,
         "too_long": data.too_long,
         "max_records": max_records,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,18 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Record:
-    """One encoded record. `supervised[i]` says that token i is a target of the loss."""
+    """One encoded record. `supervised[i]` says that token i is a target of the loss.
+
+    `marked[i]`: token i lies between markers; `subspaces`: the active dimensions, bool [rank]. None: the
+    records have no such thing.
+    """
 
     sample_id: int
     tokens: npt.NDArray[np.int32]
     supervised: npt.NDArray[np.bool_]
     prompt_length: int
+    marked: npt.NDArray[np.bool_] | None = None
+    subspaces: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,15 +46,18 @@ class DataFacts:
     total_tokens: int = 0
     supervised_tokens: int = 0
     longest: int = 0
+    labels: list[str] = field(default_factory=list[str])  # the classes, by what `targets` counts
 
 
 @dataclass(frozen=True)
 class EncodedRecords:
-    """All records of a split, flat.
+    """All records of a split, flat. A record is one sequence, or two: a chosen and a rejected answer.
 
-    tokens: int32 [total]; supervised: bool [total]; offsets: int64 [n + 1];
-    prompt_lengths: int64 [n], tokens before the first supervised one;
-    sample_ids: int64 [n], index of the record in its source.
+    tokens: int32 [total]; supervised: bool [total]; offsets: int64 [s + 1] for s sequences, those of a record
+    side by side; prompt_lengths: int64 [s], tokens before the first supervised one;
+    sample_ids: int64 [n], index of the record in its source. Only if the run uses them: marked: bool
+    [total], tokens between markers; subspaces: bool [n, rank], active dimensions of each record; targets:
+    int64 [n], the class of each record.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -56,6 +66,9 @@ class EncodedRecords:
     prompt_lengths: IntArray
     sample_ids: IntArray
     facts: DataFacts
+    marked: npt.NDArray[np.bool_] | None = None
+    subspaces: npt.NDArray[np.bool_] | None = None
+    targets: IntArray | None = None
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -63,15 +76,38 @@ class EncodedRecords:
     @property
     def lengths(self) -> IntArray:
         """Tokens of each record."""
+        return self.sequence_lengths.reshape(len(self), -1).sum(axis=1)
+
+    @property
+    def sequence_lengths(self) -> IntArray:
+        """Tokens of each sequence."""
         return np.diff(self.offsets)
 
+    @property
+    def sequences_per_record(self) -> int:
+        """1, or 2 for pairs of answers."""
+        return (len(self.offsets) - 1) // max(len(self), 1)
+
+    def sequences_of(self, indices: Sequence[int] | IntArray) -> IntArray:
+        """The numbers of the sequences of these records, record after record."""
+        many = self.sequences_per_record
+        return (np.asarray(indices, dtype=np.int64)[:, None] * many + np.arange(many)).reshape(-1)
+
     def __getitem__(self, index: int) -> Record:
-        span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        """A record; of a pair the chosen answer."""
+        return self.sequence(index * self.sequences_per_record)
+
+    def sequence(self, number: int) -> Record:
+        """One sequence of a record."""
+        index = number // self.sequences_per_record
+        span = slice(int(self.offsets[number]), int(self.offsets[number + 1]))
         return Record(
             sample_id=int(self.sample_ids[index]),
             tokens=self.tokens[span],
             supervised=self.supervised[span],
-            prompt_length=int(self.prompt_lengths[index]),
+            prompt_length=int(self.prompt_lengths[number]),
+            marked=None if self.marked is None else self.marked[span],
+            subspaces=None if self.subspaces is None else self.subspaces[index],
         )
 
     def save(self, path: Path) -> None:
@@ -84,7 +120,11 @@ class EncodedRecords:
             "offsets": self.offsets,
             "prompt_lengths": self.prompt_lengths,
             "sample_ids": self.sample_ids,
+            "marked": self.marked,
+            "subspaces": self.subspaces,
+            "targets": self.targets,
         }
+        arrays = {name: array for name, array in arrays.items() if array is not None}
         save_file(arrays, path, metadata={"facts": json.dumps(asdict(self.facts))})
 
     @classmethod

@@ -30,17 +30,21 @@ def split_by_share(records: EncodedRecords, share: float, seed: int) -> tuple[En
 
 def take(records: EncodedRecords, indices: IntArray) -> EncodedRecords:
     """The records at these indices, int64 [k], in this order."""
-    lengths = records.lengths[indices]
+    sequences = records.sequences_of(indices)
+    lengths = records.sequence_lengths[sequences]
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-    # Position of every chosen token in the flat arrays: its place in its record plus that record's start.
-    flat = np.arange(offsets[-1]) + np.repeat(records.offsets[indices] - offsets[:-1], lengths)
+    # Position of every chosen token in the flat arrays: its place in its sequence plus that one's start.
+    flat = np.arange(offsets[-1]) + np.repeat(records.offsets[sequences] - offsets[:-1], lengths)
     return with_facts(
         replace(
             records,
             tokens=records.tokens[flat],
             supervised=records.supervised[flat],
             offsets=offsets,
-            prompt_lengths=records.prompt_lengths[indices],
+            prompt_lengths=records.prompt_lengths[sequences],
             sample_ids=records.sample_ids[indices],
+            marked=None if records.marked is None else records.marked[flat],
+            subspaces=None if records.subspaces is None else records.subspaces[indices],
+            targets=None if records.targets is None else records.targets[indices],
         )
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from leantune.data.examples import Example, Message
-from leantune.data.formats import prompt_example, user_message
+from leantune.data.formats import prompt_example, rendered_as, user_message
 from leantune.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,11 +39,15 @@ TURNS = {  # the words before a user's and an assistant's text in plain conversa
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of the rendered text. `eos`: the end-of-sequence token follows, learned if the text is."""
+    """A piece of the rendered text. `eos`: the end-of-sequence token follows, learned if the text is.
+
+    `marked`: it stood between the markers of a marked span (see `markers.py`).
+    """
 
     text: str
     supervised: bool = False
     eos: bool = False
+    marked: bool = False
 
 
 class Template(ABC):
@@ -208,6 +212,7 @@ def make_template(
     from leantune.data.chat_template import ChatTemplate
     from leantune.data.jinja_template import JinjaTemplate
 
+    format = rendered_as(format)
     name = resolve_template(spec, format, tokenizer)
     if format in ("text", "dummy"):
         if name != "plain":

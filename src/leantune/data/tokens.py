@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from leantune.data.markers import Markers
 from leantune.data.templates import Segment
 
 if TYPE_CHECKING:
@@ -23,11 +24,20 @@ _ANCHORS = ("\n", "]", "=")
 
 
 class Encoded(NamedTuple):
-    """Tokens of one record; `prompt_length` counts those before the first learned segment."""
+    """Tokens of one record; `prompt_length` counts those before the first learned segment.
+
+    `marked`: the tokens of marked segments.
+    """
 
     ids: list[int]
     supervised: list[bool]
     prompt_length: int
+    marked: list[bool]
+
+    def cut(self, length: int) -> Encoded:
+        """The first `length` tokens."""
+        prompt_length = min(self.prompt_length, length)
+        return Encoded(self.ids[:length], self.supervised[:length], prompt_length, self.marked[:length])
 
 
 class SegmentEncoder:
@@ -52,26 +62,31 @@ class SegmentEncoder:
             encoded.append(self._join(record, pieces))
         return encoded
 
-    def encode_prompts(self, prompts: Sequence[str | Sequence[Segment]]) -> list[list[int]]:
-        """Token ids of prompts as training saw them: texts, or the segments of a conversation."""
-        records = [[Segment(prompt)] if isinstance(prompt, str) else prompt for prompt in prompts]
-        return [encoded.ids for encoded in self.encode(records)]
+    def encode_prompts(self, prompts: Sequence[str], markers: Markers | None = None) -> list[Encoded]:
+        """Rendered prompts as training saw them, with the spans between `markers` marked.
+
+        Raises `DataError` for markers without a partner.
+        """
+        records = [[Segment(prompt)] for prompt in prompts]
+        if markers is not None:
+            records = [markers.split(record, f"prompt {i}") for i, record in enumerate(records, start=1)]
+        return self.encode(records)
 
     def _join(self, record: Sequence[Segment], pieces: Sequence[list[int]]) -> Encoded:
-        ids, supervised = list[int](), list[bool]()
+        ids, supervised, marked = list[int](), list[bool](), list[bool]()
         prompt_length: int | None = None
         for number, (segment, piece) in enumerate(zip(record, pieces, strict=True)):
             if segment.supervised and prompt_length is None:
                 prompt_length = len(ids)
             hidden = len(self.prefix) if number == 0 and piece[: len(self.prefix)] == self.prefix else 0
-            flags = [False] * hidden + [segment.supervised] * (len(piece) - hidden)
             if segment.eos and self.eos_id is not None:
-                piece, flags = [*piece, self.eos_id], [*flags, segment.supervised]
+                piece = [*piece, self.eos_id]
             ids += piece
-            supervised += flags
+            supervised += [False] * hidden + [segment.supervised] * (len(piece) - hidden)
+            marked += [False] * hidden + [segment.marked] * (len(piece) - hidden)
         if supervised:
             supervised[0] = False  # nothing comes before it from which it could be predicted
-        return Encoded(ids, supervised, len(ids) if prompt_length is None else prompt_length)
+        return Encoded(ids, supervised, len(ids) if prompt_length is None else prompt_length, marked)
 
     def _start(self, texts: list[str]) -> list[list[int]]:
         prefix = self.prefix

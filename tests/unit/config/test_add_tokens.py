@@ -38,7 +38,7 @@ def test_tokens_need_embeddings_that_are_trained(method: str) -> None:
 
 def test_llama_pro_cannot_train_embeddings_and_says_what_can() -> None:
     (problem,) = problems_of(model=TOKENS, method="llama_pro")
-    assert "use lora, dora or loreft with train_embeddings, or use method full" in problem
+    assert "use lora, dora or a ReFT method with train_embeddings, or use method full" in problem
 
 
 @pytest.mark.parametrize(

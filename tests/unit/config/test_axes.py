@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from leantune.config import grid, load_config, to_yaml, validate
-from leantune.config.axes import DoraMethod, LoraMethod, LowRankMethod
+from leantune.config.axes import DoraMethod, LoraMethod, LoreftMethod, LowRankMethod, parts_of
 from leantune.config.yaml import parse_yaml_value
 from leantune.errors import ConfigError
 
 BASE: dict[str, Any] = {"model": "m", "data": {"train": "x.jsonl"}}
 EIGHT_BIT = ["adamw_8bit", "paged_adamw_8bit"]
+REFT = grid.REFT_METHODS
 
 
 def problems_of(**changes: Any) -> list[str]:
@@ -127,7 +128,7 @@ def test_sharding_that_is_possible_is_accepted(strategy: dict[str, Any]) -> None
     assert config.strategy.model_dump(include=set(strategy)) == strategy
 
 
-@pytest.mark.parametrize("method", ["full", "loreft", "llama_pro"])
+@pytest.mark.parametrize("method", ["full", *REFT, "llama_pro"])
 def test_a_place_for_an_adapter_that_is_not_there_is_refused(method: str) -> None:
     (problem,) = problems_of(method=method, strategy=fsdp(adapter="replicated"))
     assert problem.startswith(f"strategy.adapter: has no effect here, because method {method} has no LoRA")
@@ -196,3 +197,127 @@ def test_levers_of_activation_checkpointing_need_it(key: str, value: Any) -> Non
 def test_levers_that_count_must_be_positive(key: str) -> None:
     (problem,) = problems_of(train={key: 0, "activation_checkpointing": True})
     assert problem.startswith(f"train.{key}: 0 is not valid: should be greater than 0")
+
+@pytest.mark.parametrize(
+    "written", ["lora+loreft", "lora + loreft", ["lora", "loreft"], {"name": "together", "parts": ["lora", "loreft"]}]
+)
+def test_methods_that_run_together_are_written_in_three_ways(written: Any) -> None:
+    config = validate({**BASE, "method": written})
+    assert config.method.name == "together"
+    assert parts_of(config.method) == (LoraMethod(), LoreftMethod())
+    assert validate(parse_yaml_value(to_yaml(config))) == config
+    alone = validate({**BASE, "method": "lora"}).method
+    assert parts_of(alone) == (alone,)
+
+
+def test_parts_have_settings_of_their_own() -> None:
+    parts = [{"name": "dora", "rank": 2}, {"name": "consreft", "layers": "1-2", "position": [0, -1]}]
+    dora, reft = parts_of(validate({**BASE, "method": parts}).method)
+    assert dora == DoraMethod(rank=2)
+    assert reft.model_dump(include={"layers", "position", "rank"}) == {
+        "layers": "1-2",
+        "position": (0, -1),
+        "rank": 8,
+    }
+
+
+def test_the_direft_of_the_paper_is_another_name() -> None:
+    """pyreft and the paper mean two formulas by one name."""
+    assert validate({**BASE, "method": "direft-paper"}).method.name == "nodireft"
+    assert validate({**BASE, "method": {"name": "direft-paper", "rank": 2}}).method.name == "nodireft"
+    assert [part.name for part in parts_of(validate({**BASE, "method": "lora+direft-paper"}).method)] == [
+        "lora",
+        "nodireft",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("lora+dora", "method: lora, dora do not go together; expected one of lora and dora and one ReFT"),
+        (["loreft", "direft"], "method: loreft, direft do not go together"),
+        (["lora"], "method: lora do not go together"),
+        ({"name": "together", "parts": []}, "method: an empty list do not go together"),
+        (["full", "loreft"], "method.parts.name: 'full' is not one of lora, dora, loreft"),
+        (["lora", "lorefd"], "nodireft; did you mean loreft?"),
+        (["lora", ["loreft"]], "method.parts.name: 'together' is not one of"),
+        ([3, "loreft"], "method.parts: 3 is not a section"),
+        ([{"name": "lora", "rnk": 3}, "loreft"], "method.parts[0].rnk: unknown key; did you mean method.parts.rank?"),
+        (["lora", {"name": "loreft", "rank": 0}], "method.parts[1].rank: 0 is not valid: should be greater"),
+        (["lora", {"name": "loreft", "position": "g1"}], "method.position: 'g1' is not a position"),
+        (
+            [{"name": "lora", "train_embeddings": True}, {"name": "loreft", "train_embeddings": True}],
+            "method.train_embeddings: set for both methods",
+        ),
+        ([{"name": "lora", "implementation": "peft"}, "loreft"], "method.implementation: peft does not go together"),
+    ],
+)
+def test_methods_that_do_not_go_together_are_refused(method: Any, expected: str) -> None:
+    (problem,) = problems_of(method=method)
+    assert expected in problem
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"layers": "8;;9"}, "method.layers: '8;;9' is not a list of layers"),
+        ({"position": "f1l1"}, "method.position: 'f1l1' is not a position"),
+        ({"position": "1;1"}, "method.position: position 1 is listed twice"),
+        ({"position": "all", "tied": False}, "method.tied: false, but position all has no first and last tokens"),
+        ({"position": "0;-1", "tied": False}, "method.tied: false, but position 0;-1 has no first"),
+        ({"component": "block"}, "method.component: 'block' is not one of block_output, block_input"),
+        ({"generation": "never"}, "method.generation: 'never' is not one of prompt, all or new"),
+        ({"positions_convention": "pyreft"}, "is not one of standard or pyreft-alpaca; did you mean pyreft-alpaca?"),
+        ({"subspaces": {"a": "0-8"}}, "method.subspaces: a: dimension 8 does not exist; the rank is 8: 0 to 7"),
+        ({"subspaces": {"a": "0;x"}}, "method.subspaces: a: '0;x' is not a list of dimensions"),
+        ({"subspaces": {"3": "0"}}, "method.subspaces: '3' is not a name"),
+        ({"layers": "3", "interventions": [{"layers": "8"}]}, "method.layers: has no effect here"),
+        ({"interventions": [{"layers": "8;;9"}]}, "method.interventions[0].layers: '8;;9' is not a list"),
+        ({"interventions": [{"layers": "1"}, {"position": "g"}]}, "method.interventions[1].position: 'g' is not a"),
+        ({"interventions": [{"rnk": 4}]}, "method.interventions[0].rnk: unknown key; did you mean"),
+        ({"interventions": [{"position": "all"}], "tied": False}, "method.tied: false, but position all"),
+    ],
+)
+@pytest.mark.parametrize("method", ["loreft", "lobireft"])
+def test_places_that_cannot_be_are_refused(method: str, keys: dict[str, Any], expected: str) -> None:
+    """Each would only be found when the model is built, after the data were read."""
+    (problem,) = problems_of(method={"name": method, **keys})
+    assert expected in problem
+
+
+def test_places_may_be_groups_with_settings_of_their_own() -> None:
+    groups = [
+        {"layers": "8;19", "rank": 4, "position": "f1"},
+        {"layers": 3, "component": "mlp_output", "tied": False},
+        {"position": -1, "tied": True},
+    ]
+    method = {"name": "loreft", "rank": 2, "tied": False, "interventions": groups}
+    config = validate({**BASE, "method": method})
+    assert validate(parse_yaml_value(to_yaml(config))) == config
+    written = config.method.model_dump(exclude_unset=True)["interventions"]
+    assert written == ({**groups[0]}, {**groups[1], "layers": (3,)}, {**groups[2], "position": (-1,)})
+
+
+@pytest.mark.parametrize("method", REFT)
+def test_a_method_has_only_the_keys_that_its_formula_has(method: str) -> None:
+    """A constant source has no activation, and only a free projection can have a bias."""
+    keys = set(validate({**BASE, "method": method}).method.model_dump())
+    assert ("activation" in keys) == (method not in ("consreft", "lobireft"))
+    assert ("projection_bias" in keys) == (method == "noreft")
+    assert {"rank", "layers", "component", "position", "tied", "interventions", "subspaces"} <= keys
+
+
+@pytest.mark.parametrize("method", ["lora+loreft", "dora+nodireft"])
+def test_methods_together_keep_the_rules_of_their_parts(method: str) -> None:
+    """8-bit states follow sharded LoRA; the place of an adapter has an effect, as there is one."""
+    assert validate({**BASE, "method": method, "strategy": fsdp(adapter="replicated")})
+    (problem,) = problems_of(method=method, strategy=fsdp(), train={"optimizer": "adamw_8bit"})
+    assert "strategy.adapter: replicated" in problem
+    whole = {"method": method, "strategy": fsdp(adapter="replicated"), "train": {"optimizer": "adamw_8bit"}}
+    assert validate({**BASE, **whole}).method.name == "together"
+    tokens = {"name": "m", "add_tokens": ["<a>"]}
+    (problem,) = problems_of(model=tokens, method=method)
+    assert "leaves the embeddings frozen" in problem
+    names = method.split("+")
+    trained = [{"name": names[0], "train_embeddings": True}, names[1]]
+    assert validate({**BASE, "model": tokens, "method": trained})

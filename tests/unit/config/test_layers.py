@@ -1,4 +1,4 @@
-"""Layer lists and positions: every spelling that is accepted, and none that is guessed."""
+"""Layer lists: every spelling that is accepted, and none that is guessed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from leantune.config.layers import parse_layers, parse_position
+from leantune.config.layers import parse_layers
 
 
 @pytest.mark.parametrize(
@@ -48,26 +48,3 @@ def test_layers_that_are_accepted(value: str | Sequence[int], layers: tuple[int,
 def test_layers_that_are_refused(value: str | Sequence[int], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         parse_layers(value)
-
-
-@pytest.mark.parametrize(
-    ("value", "position"),
-    [
-        ("f7+l7", (7, 7)),
-        ("f1", (1, 0)),
-        ("l1", (0, 1)),
-        (" f2 + l3 ", (2, 3)),
-        ("f0+l2", (0, 2)),
-        ("f10+l0", (10, 0)),
-    ],
-)
-def test_positions_that_are_accepted(value: str, position: tuple[int, int]) -> None:
-    assert parse_position(value) == position
-
-
-@pytest.mark.parametrize(
-    "value", ["", "+", "f", "l", "f1l1", "l1+f1", "f1+", "+l1", "7", "f-1", "f0", "f0+l0", "f1+l1+f2", "all"]
-)
-def test_positions_that_are_refused(value: str) -> None:
-    with pytest.raises(ValueError, match="is not a position"):
-        parse_position(value)

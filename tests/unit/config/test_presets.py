@@ -99,7 +99,7 @@ def test_a_key_of_the_file_that_the_preset_does_not_know_is_named_with_its_line(
         load_config(path, preset="qlora")
     (problem,) = caught.value.problems
     assert problem.startswith("method.position (line 5): unknown key; known here: alpha")
-    assert problem.endswith("position belongs to loreft")
+    assert problem.endswith("position belongs to loreft, noreft, consreft, lobireft, direft, nodireft")
 
 
 def test_an_unknown_preset_comes_with_the_other_problems() -> None:

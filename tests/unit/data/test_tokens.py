@@ -29,7 +29,7 @@ def test_prompt_tokens_are_those_of_generation_whatever_the_answer_starts_with(
     encoded = encoder.encode([segments])[0]
     size = len(_ids(tokenizer, prompt))
     assert encoded.prompt_length == size
-    assert encoded.ids[:size] == encoder.encode_prompts([prompt])[0] == _ids(tokenizer, prompt)
+    assert encoded.ids[:size] == encoder.encode_prompts([prompt])[0].ids == _ids(tokenizer, prompt)
     assert encoded.ids[size:] == [*_ids(tokenizer, answer), tokenizer.eos_token_id]
     assert not any(encoded.supervised[: max(size, 1)])
     assert all(encoded.supervised[max(size, 1) :])
@@ -47,7 +47,7 @@ def test_exactly_one_bos(adds_bos: bool, template: str) -> None:
     """A template that writes BOS and a tokenizer that adds it gave two."""
     tokenizer = tiny_tokenizer(eos="</s>", bos="<s>", adds_bos=adds_bos, chat_template=template)
     prompt = make_template("chat", "prompt_completion", tokenizer).user_prompt("hello")
-    ids = SegmentEncoder(tokenizer).encode_prompts([prompt])[0]
+    ids = SegmentEncoder(tokenizer).encode_prompts([prompt])[0].ids
     expected = 1 if adds_bos or template == LLAMA2 else 0
     assert ids.count(BOS) == expected
     assert not expected or ids[0] == BOS
