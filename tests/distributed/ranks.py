@@ -214,8 +214,8 @@ def weights(folder: RunFolder) -> dict[str, Any]:
 def assert_same_curve(one: RunFolder, other: RunFolder, rel: float) -> None:
     """Same steps, same rates, same token counts; losses and gradient norms within `rel`."""
     first, second = steps(one), steps(other)
-    for key in ("step", "epoch", "learning_rate", "supervised_tokens", "total_tokens"):
-        assert [row[key] for row in first] == [row[key] for row in second], key
+    for key in ("step", "epoch", "learning_rate", "total_tokens", "supervised_tokens", "records", "pairs"):
+        assert [row.get(key) for row in first] == [row.get(key) for row in second], key
     np.testing.assert_allclose([r["loss"] for r in first], [r["loss"] for r in second], rtol=rel, atol=0)
     norms = [row["grad_norm"] for row in first], [row["grad_norm"] for row in second]
     np.testing.assert_allclose(*norms, rtol=100 * rel, atol=0)

@@ -12,7 +12,7 @@ import pytest
 import leantune
 from leantune.checkpoint.run_folder import CONFIG
 from leantune.config import to_yaml
-from leantune.config.grid import BASES, METHODS, refusal
+from leantune.config.grid import BASES, METHODS, REFT_METHODS, refusal
 from leantune.config.resume import resumed_config
 from tests.distributed.ranks import (
     assert_same_curve,
@@ -32,12 +32,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"name": "lora", "rank": 4},
     "dora": {"name": "dora", "rank": 4},
     "loreft": {"name": "loreft", "rank": 4, "position": "f2+l2", "layers": [1, 2]},
+    # The other kinds differ in their formula alone; this one has no orthonormal factor.
+    "nodireft": {"name": "nodireft", "rank": 4, "component": "mlp_output", "generation": "all"},
+    "together": {
+        "name": "together",
+        "parts": [{"name": "lora", "rank": 4}, {"name": "loreft", "rank": 4, "tied": False, "layers": [0, 1]}],
+    },
     "llama_pro": {"name": "llama_pro", "blocks": 2},
 }
 RATES = {"full": 1e-3, "llama_pro": 1e-3}
 # 29 records do not divide into windows of 8: in some passes a rank has no records.
 RECORDS = make_records([1 + (7 * i) % 40 for i in range(29)])
-CELLS = [cell for cell in itertools.product(METHODS, BASES) if refusal(*cell, "fsdp") is None]
+CELLS = [cell for cell in itertools.product(SETTINGS, BASES) if refusal(*cell, "fsdp") is None]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +65,10 @@ def settings(method: str, base: Any = "dense", **train: Any) -> dict[str, Any]:
         "output": {"checkpoints": False},
         "train": {**batches, "max_steps": 6, "learning_rate": RATES.get(method, 1e-2), **train},
     }
+
+
+def test_every_method_is_tried_or_differs_in_its_formula_alone() -> None:
+    assert set(METHODS) - set(REFT_METHODS) <= set(SETTINGS)
 
 
 @pytest.mark.parametrize(("method", "base"), CELLS)
@@ -136,7 +146,7 @@ def test_lower_precisions_learn_alike_on_shards(
 
 
 @pytest.mark.parametrize(
-    ("method", "base"), [("full", "dense"), ("lora", "nf4"), ("loreft", "hqq"), ("llama_pro", "nf4")]
+    ("method", "base"), [("full", "dense"), ("lora", "nf4"), ("together", "hqq"), ("llama_pro", "nf4")]
 )
 @pytest.mark.parametrize("places", [("fsdp", "single"), ("single", "fsdp"), ("fsdp", "ddp")], ids="-".join)
 def test_a_run_is_stopped_on_one_strategy_and_continued_on_another(
@@ -146,7 +156,7 @@ def test_a_run_is_stopped_on_one_strategy_and_continued_on_another(
     common = settings(method, base)
     reference = run(tmp_path / "reference", wide, RECORDS, **common)
     before, after = places
-    spread = {"adapter": "sharded"} if method == "lora" and before == "fsdp" else {}
+    spread = {"adapter": "sharded"} if method in ("lora", "together") and before == "fsdp" else {}
     devices = 1 if before == "single" else 2
     saving = {**common, "output": {"checkpoint_every_steps": 2}}
     strategy = {"name": before, "devices": devices, **spread}

@@ -18,7 +18,11 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "docs" / "architecture.md",
     ROOT / "docs" / "coming-from-fsdp_qlora.md",
+    ROOT / "docs" / "coming-from-pyreft.md",
     ROOT / "docs" / "memory.md",
+    ROOT / "docs" / "objectives.md",
+    ROOT / "docs" / "serving.md",
+    ROOT / "docs" / "reft.md",
     ROOT / "examples" / "alpaca" / "README.md",
 ]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,10 +7,15 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from leantune.checkpoint.trained import Trained
-from leantune.data.encode import EncodingRules, encode_examples
+from leantune.config.edit_checks import chosen_subspaces
+from leantune.data.encode import EncodingRules, MaskOf, active_dimensions, encode_examples
 from leantune.data.examples import Example
-from leantune.data.formats import read_examples
+from leantune.data.fields import column_of
+from leantune.data.formats import read_examples, rendered_as
+from leantune.data.markers import Markers
 from leantune.data.readers import Row
 from leantune.data.records import DataFacts, EncodedRecords
 from leantune.data.sources import open_source, rows_source
@@ -19,10 +24,12 @@ from leantune.data.text_to_sql import generate as generate_sql
 from leantune.errors import ConfigError, DataError
 from leantune.evaluate.score import Score, default_metric, judges_for, known_metric, score
 from leantune.generate.decode import generate
+from leantune.generate.edits import AS_TRAINED, EditSettings
 from leantune.generate.sampling import Sampling
-from leantune.train.forward import mean_loss, perplexity
+from leantune.methods.head import head_of
+from leantune.train.objectives import NextToken, Objective, objective_of
+from leantune.train.validation import mean_loss
 
-LOSS_METRICS = ("loss", "perplexity")
 # Longest record in tokens, for a model that comes from no run.
 _MAX_LENGTH = 2048
 
@@ -67,20 +74,30 @@ def evaluate_model(
     micro_batch_size: int = 4,
     batch_size: int = 16,
     sampling: Sampling | None = None,
+    edits: EditSettings = AS_TRAINED,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Score a model on a file, a `datasets` folder, a hub id or `text-to-sql` (unseen tables).
 
     Without `data`, the loss on the run's own validation records is measured. Without
     `metrics`, loss, perplexity and, if there are answers, the metric that fits the records' shape
-    are. The loss counts what the run's own loss counted (data.train_on, max_length, too_long).
+    are. The loss counts what the run's own loss counted (data.train_on, max_length, too_long). What learned
+    classes or pairs of answers is measured on such records, by its own loss and accuracy. `edits`:
+    how interventions act; their subspaces win over those that the records choose.
     Raises `ConfigError` for an unknown metric, `DataError` for records that lack what it needs.
     """
-    judged = [known_metric(metric) for metric in metrics if metric not in LOSS_METRICS]
+    objective = objective_of(trained.config and trained.config.objective, trained.attached)
+    judged = [known_metric(metric) for metric in metrics if metric not in objective.metrics]
     if data is None:
         _refuse_choices(judged, max_records, format != "auto", columns, split, max_length)
-        return _on_own_validation(trained, metrics or LOSS_METRICS, micro_batch_size)
+        return _on_own_validation(trained, objective, metrics or objective.metrics, micro_batch_size, edits)
     rows = _rows(data, split, max_records)
+    if objective.records is not None and not _to_be_answered(trained, judged, rows, format, columns):
+        _refuse_judged(judged, objective)
+        encoded = _judged_records(trained, objective, data, rows, columns, max_length)
+        values = _losses(trained, objective, encoded, metrics or objective.metrics, micro_batch_size, edits)
+        return Evaluation(trained.name, data, len(rows), values, facts=encoded.facts)
+    objective = NextToken()
     name, examples = _examples(data, rows, format, columns)
     records = [{**row.values, **example.fields} for row, example in zip(rows, examples, strict=True)]
     gold = [example.answer for example in examples]
@@ -88,14 +105,17 @@ def evaluate_model(
         judged = [default_metric(records)] if any(gold) else []
     judges = {metric: judges_for(metric, records, gold, source=data) for metric in judged}
     template = _template(trained, name)
+    rules = encoding_rules(trained, max_length, columns)
     values, facts = dict[str, float](), None
-    if not metrics or set(metrics) & set(LOSS_METRICS):
-        encoded = encode_examples(examples, template, _rules(trained, max_length), source=data)
-        values, facts = _losses(trained, encoded, metrics or LOSS_METRICS, micro_batch_size), encoded.facts
+    if not metrics or set(metrics) & set(objective.metrics):
+        encoded = encode_examples(examples, template, rules, source=data)
+        values = _losses(trained, objective, encoded, metrics or objective.metrics, micro_batch_size, edits)
+        facts = encoded.facts
     answers = list[str]()
     if judges:
         prompts = [template.prompt(example) for example in examples]
-        answers = _answers(trained, template, prompts, sampling, batch_size, on_progress)
+        own = [_edits_for(example, edits, rules.subspaces) for example in examples]
+        answers = _answers(trained, template, prompts, sampling, own, batch_size, on_progress)
     scores = {metric: score(metric, judges[metric], answers) for metric in judged}
     values |= {metric: result.value for metric, result in scores.items()}
     return Evaluation(trained.name, data, len(rows), values, answers, scores, facts)
@@ -112,12 +132,60 @@ def _refuse_choices(judged: Sequence[str], *choices: object) -> None:
         )
 
 
-def _on_own_validation(trained: Trained, wanted: Sequence[str], micro_batch_size: int) -> Evaluation:
+def _to_be_answered(
+    trained: Trained,
+    judged: Sequence[str],
+    rows: Sequence[Row],
+    format: str,
+    columns: Mapping[str, str] | None,
+) -> bool:
+    """Whether a model that learned from pairs of answers is asked for answers, as it has no head."""
+    pair = all(column_of(field, columns or {}, rows[0].values) for field in ("chosen", "rejected"))
+    asked = bool(judged) or format not in ("auto", "preference") or (format == "auto" and not pair)
+    return asked and head_of(trained.attached) is None
+
+
+def _refuse_judged(judged: Sequence[str], objective: Objective) -> None:
+    if judged:
+        raise ConfigError(
+            f"metrics: {', '.join(judged)} judge answers, but {objective.records} records are measured by "
+            f"{', '.join(objective.metrics)}; leave it out"
+        )
+
+
+def _judged_records(
+    trained: Trained,
+    objective: Objective,
+    data: str,
+    rows: Sequence[Row],
+    columns: Mapping[str, str] | None,
+    max_length: int | None,
+) -> EncodedRecords:
+    """Texts with a class or pairs of answers, encoded as in training."""
+    head, shape = head_of(trained.attached), str(objective.records)
+    try:
+        name, examples = read_examples(rows, shape, columns)
+        rules = encoding_rules(trained, max_length, columns)
+        rules = replace(rules, train_on="label" if shape == "classification" else "answer")
+        labels = head.labels if head is not None else None
+        template = _template(trained, rendered_as(name))
+        return encode_examples(examples, template, rules, source=data, format=name, labels=labels)
+    except DataError as error:
+        raise DataError(f"{data}: {error}") from error
+
+
+def _on_own_validation(
+    trained: Trained,
+    objective: Objective,
+    wanted: Sequence[str],
+    micro_batch_size: int,
+    edits: EditSettings,
+) -> Evaluation:
     path = trained.run.records / "validation.safetensors" if trained.run else None
     if path is None or not path.exists():
         raise ConfigError(f"{trained.name} has no validation records of its own; name records with --data")
     records = EncodedRecords.load(path)
-    values = _losses(trained, records, wanted, micro_batch_size)
+    values = _losses(trained, objective, records, wanted, micro_batch_size, edits)
     name = "the run's validation records"
     return Evaluation(trained.name, name, len(records), values, facts=replace(records.facts, source=name))
 
@@ -153,13 +221,35 @@ def _template(trained: Trained, format: str) -> Template:
     return make_template(trained.template_name, format, trained.tokenizer, system=trained.template.system)
 
 
-def _rules(trained: Trained, max_length: int | None) -> EncodingRules:
-    """What the run's own loss counted, if there is a run."""
+def encoding_rules(
+    trained: Trained, max_length: int | None = None, columns: Mapping[str, str] | None = None
+) -> EncodingRules:
+    """What the run's own loss counted, if there is a run, and what its interventions edit."""
     data = trained.config.data if trained.config else None
     rules = (
         EncodingRules(data.max_length, data.too_long, data.train_on) if data else EncodingRules(_MAX_LENGTH)
     )
+    markers = trained.attached.markers
+    rules = replace(
+        rules, markers=Markers(*markers) if markers else None, subspaces=_mask_of(trained, columns)
+    )
     return rules if max_length is None else replace(rules, max_length=max_length)
+
+
+def _mask_of(trained: Trained, columns: Mapping[str, str] | None) -> MaskOf | None:
+    """What the field `subspaces` of a record means, if it counted in training or is mapped here."""
+    counted = trained.config is not None and chosen_subspaces(trained.config) is not None
+    if not (counted and trained.attached.edits_states) and "subspaces" not in (columns or {}):
+        return None
+    return lambda choice: trained.attached.subspace_mask(choice).tolist()
+
+
+def _edits_for(example: Example, edits: EditSettings, mask_of: MaskOf | None) -> EditSettings:
+    """Those that are asked for, with the subspaces of the record if none are."""
+    mask = active_dimensions(example, mask_of)
+    if mask is None or edits.subspaces is not None:
+        return edits
+    return replace(edits, subspaces=tuple(index for index, acts in enumerate(mask) if acts))
 
 
 def _answers(
@@ -167,6 +257,7 @@ def _answers(
     template: Template,
     prompts: Sequence[str],
     sampling: Sampling | None,
+    edits: Sequence[EditSettings],
     batch_size: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> list[str]:
@@ -177,22 +268,33 @@ def _answers(
         sampling or Sampling(),
         attached=trained.attached,
         stop_token_ids=template.stop_token_ids,
+        edits=edits,
         batch_size=batch_size,
         on_progress=on_progress,
     )
 
 
 def _losses(
-    trained: Trained, records: EncodedRecords, wanted: Sequence[str], micro_batch_size: int
+    trained: Trained,
+    objective: Objective,
+    records: EncodedRecords,
+    wanted: Sequence[str],
+    micro_batch_size: int,
+    edits: EditSettings,
 ) -> dict[str, float]:
-    loss, _ = mean_loss(
-        trained.model,
+    asked = edits.of(trained.attached)
+    if asked.subspaces is not None:
+        records = replace(records, subspaces=np.tile(asked.subspaces.numpy(), (len(records), 1)))
+    options = {"strength": asked.strength, "generation": asked.generation}
+    means = mean_loss(
         trained.attached,
+        objective,
         records,
         device=trained.model.device,
         micro_batch_size=micro_batch_size,
         pad_id=0,
         precision=trained.precision,
+        edit_options={name: value for name, value in options.items() if value is not None},
     )
-    values = {"loss": loss, "perplexity": perplexity(loss)}
+    values = {"loss": means.loss, **means.measures}
     return {name: value for name, value in values.items() if name in wanted}

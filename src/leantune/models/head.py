@@ -49,6 +49,28 @@ def labelled_logits(model: nn.Module, input_ids_BT: Tensor, label_index_N: Tenso
     return logits[0]
 
 
+def final_hidden(model: nn.Module, input_ids_BT: Tensor, index_N: Tensor) -> Tensor:
+    """The states that the output head reads, after the final norm, at these flat positions: [N, d].
+
+    As in `labelled_logits` no attention mask is passed. The head itself computes one position only.
+    """
+    seen: list[Tensor] = []
+
+    def take(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        seen.append(args[0].flatten(0, -2))
+        return (args[0][..., :1, :], *args[1:])
+
+    with _head_sees_only(model, index_N):
+        handle = output_head(model).register_forward_pre_hook(take)
+        try:
+            model(input_ids=input_ids_BT, use_cache=False)
+        finally:
+            handle.remove()
+    if len(seen) != 1 or len(seen[0]) != len(index_N):
+        raise ModelError(f"{type(model).__name__} does not send its hidden states through its output head")
+    return seen[0]
+
+
 def chunked_loss(
     model: nn.Module, input_ids_BT: Tensor, label_index_N: Tensor, labels_N: Tensor, chunk: int
 ) -> Tensor:

@@ -1,19 +1,20 @@
-"""Before the first step of several ranks: they are about to do the same, or the run does not start."""
+"""Several ranks do the same: checked before the first step, or the run does not start, and at every step."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from leantune.config.load import to_tree
 from leantune.config.schema import RunConfig
 from leantune.data.records import EncodedRecords
-from leantune.errors import LaunchError
+from leantune.errors import LaunchError, NumericsError
 from leantune.strategies.process import gather_objects
 from leantune.train.run import Run
 
@@ -25,7 +26,7 @@ _ADVICE = {
     "weights": "do all machines have the same model files and package versions?",
 }
 # Machines may keep the model and the data in other places; what is in them is compared instead.
-_COMPARED_SECTIONS = ("method", "base", "strategy", "train", "eval")
+_COMPARED_SECTIONS = ("method", "objective", "base", "strategy", "train", "eval")
 
 
 def check_agreement(config: RunConfig, run: Run, step: int) -> None:
@@ -34,7 +35,7 @@ def check_agreement(config: RunConfig, run: Run, step: int) -> None:
         return
     mine = {
         "settings": _settings_digest(config),
-        "records": [_records_digest(run.train_records), _records_digest(run.validation_records)],
+        "records": [records_digest(run.train_records), records_digest(run.validation_records)],
         "step": step,
         "weights": weights_checksum(run.model),
     }
@@ -59,6 +60,35 @@ def weights_checksum(model: nn.Module) -> int:
     return checksum
 
 
+@torch.no_grad()
+def drift_terms(parameters: Sequence[Tensor]) -> Tensor:
+    """What ranks add up to see whether these parameters are equal on all of them, float32 [8].
+
+    The four bytes c of a checksum of their bits, and each c²: sums of so small whole numbers are exact for
+    up to 256 ranks, and all c are equal if and only if ranks · Σ c² = (Σ c)². No rank waits for a number.
+    """
+    device = parameters[0].device
+    words = [
+        p.detach().contiguous().view(torch.int32 if p.element_size() == 4 else torch.int16)
+        for p in parameters
+    ]
+    sums = [(index + 1) * word.sum(dtype=torch.int64).to(device) for index, word in enumerate(words)]
+    total = torch.stack(sums).sum()
+    checksum = torch.stack([(total >> shift) & 255 for shift in (0, 8, 16, 24)]).float()
+    return torch.cat([checksum, checksum.square()])
+
+
+def check_drift(summed: Tensor, world_size: int, step: int) -> None:
+    """Raise the same `NumericsError` on every rank if `drift_terms`, summed over ranks, show a difference."""
+    checksum, squares = summed.double().chunk(2)
+    if not torch.equal(world_size * squares, checksum.square()):
+        raise NumericsError(
+            f"step {step}: the trained parameters are no longer the same on all {world_size} ranks. Nothing was "
+            "updated in this step. Resume from the last checkpoint; if it happens again, look for a device "
+            "that computes wrongly, or for code that changes parameters on one rank"
+        )
+
+
 def _settings_digest(config: RunConfig) -> str:
     tree: dict[str, Any] = to_tree(config)
     compared: dict[str, Any] = {key: tree[key] for key in _COMPARED_SECTIONS}
@@ -66,10 +96,12 @@ def _settings_digest(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
 
 
-def _records_digest(records: EncodedRecords | None) -> str | None:
+def records_digest(records: EncodedRecords | None) -> str | None:
+    """A digest of what records are trained on; None if there are none."""
     if records is None:
         return None
     digest = hashlib.sha256()
-    for array in (records.tokens, records.supervised, records.offsets, records.prompt_lengths):
-        digest.update(array.tobytes())
+    arrays = (records.tokens, records.supervised, records.offsets, records.prompt_lengths, records.targets)
+    for array in arrays:
+        digest.update(b"" if array is None else array.tobytes())
     return digest.hexdigest()

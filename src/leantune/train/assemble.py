@@ -18,7 +18,9 @@ from leantune.strategies.process import World
 from leantune.strategies.stop import StopRequest
 from leantune.train.build import build_model
 from leantune.train.events import Events, peak_memory_gib
+from leantune.train.objectives import build_objective
 from leantune.train.optimizer import Schedule, build_optimizer, build_schedule
+from leantune.train.prefix_choice import choose_reshuffle
 from leantune.train.run import LoopSettings, Run
 from leantune.train.saving import RunCheckpoints
 from leantune.train.steps import StepPlan, plan_steps
@@ -67,6 +69,7 @@ def assemble(
         model=built.model,
         base=built.base,
         attached=built.attached,
+        objective=build_objective(config.objective, config.train.loss_chunk_tokens),
         placement=built.placement,
         description=built.lines,
         optimizer=optimizer,
@@ -75,7 +78,7 @@ def assemble(
         validation_records=validation_records,
         pad_id=_pad_id(tokenizer),
         plan=plan,
-        settings=_loop_settings(config, world),
+        settings=_loop_settings(config, world, choose_reshuffle(config.train, plan, built.attached)),
         events=events,
         stop=stop,
         save_checkpoint=checkpoints.save,
@@ -86,6 +89,12 @@ def assemble(
 
 def check_positions(attached: Attached, records: EncodedRecords) -> None:
     """A method that edits prompt tokens needs records that have some; raises `DataError` if none has."""
+    if attached.markers is not None and (records.marked is None or not records.marked.any()):
+        opening, closing = attached.markers
+        raise DataError(
+            f"method {attached.name} edits what stands between {opening!r} and {closing!r} (data.markers), "
+            "but no record has such a span in its prompt; mark some, or choose another method.position"
+        )
     edited = [attached.num_edited(int(length)) for length in records.prompt_lengths]
     if edited and None not in edited and not any(edited):
         raise DataError(
@@ -115,18 +124,20 @@ def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.pad_token_id or 0)  # pyright: ignore[reportArgumentType]
 
 
-def _loop_settings(config: RunConfig, world: World) -> LoopSettings:
+def _loop_settings(
+    config: RunConfig, world: World, reshuffle: Literal["records", "windows"]
+) -> LoopSettings:
     train, section = config.train, config.eval
     return LoopSettings(
         seed=train.seed,
         group_by_length=train.group_by_length,
         max_grad_norm=train.max_grad_norm,
         precision=choose_precision(train.precision, world.device),
-        loss_chunk_tokens=train.loss_chunk_tokens,
         eval_every_steps=section.every_steps,
         eval_micro_batch_size=section.micro_batch_size or train.micro_batch_size,
         keep_best=section.keep_best,
         patience=section.early_stop_patience,
         min_delta=section.early_stop_min_delta,
         checkpoint_every_steps=config.output.checkpoint_every_steps,
+        reshuffle=reshuffle,
     )

@@ -10,9 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from leantune.bases import BuiltBase, build_base, fill
+from leantune.config.objectives import ClassificationObjective, RewardObjective
 from leantune.config.schema import RunConfig
 from leantune.errors import ConfigError
-from leantune.methods import Attached, attach
+from leantune.methods import Attached, attach, join
+from leantune.methods.head import attach as attach_head
 from leantune.models.empty import materialise
 from leantune.models.expand import Expansion, check_identity, new_blocks, plan_expansion
 from leantune.models.precision import Precision, choose_precision
@@ -69,15 +71,27 @@ def attach_method(config: RunConfig, precision: Precision) -> tuple[BuiltBase, A
         expansion=_expansion(config, load_config(source)),
         growth=_growth(config, source),
     )
-    attached = attach(method.name, base.model, method.model_dump(exclude={"name"}), train.seed)
+    attached = attach(method.name, base.model, _method_settings(config), train.seed)
+    if isinstance(config.objective, ClassificationObjective | RewardObjective):
+        labels = getattr(config.objective, "labels", None)
+        attached = join([*attached.parts(), attach_head(base.model, seed=train.seed, labels=labels)])
     with torch.no_grad():
-        for parameter in attached.trainable().values():
-            own = parameter.device.type != "meta"  # the method's, not the checkpoint's
-            if not (own and attached.always_fp32):
+        pinned = attached.pinned()
+        for name, parameter in attached.trainable().items():
+            if name not in pinned:
                 parameter.data = parameter.data.to(precision.trained)
     if train.activation_checkpointing:
         recompute_blocks(base.model, train.checkpoint_every_blocks, train.activation_offload)
     return base, attached
+
+
+def _method_settings(config: RunConfig) -> dict[str, Any]:
+    """The keys of the method section; what edits between markers is told which."""
+    settings = config.method.model_dump(exclude={"name"})
+    for section in settings.get("parts", (settings,)):
+        if "position" in section:
+            section["markers"] = config.data.markers
+    return settings
 
 
 def _expansion(config: RunConfig, model_config: Any) -> Expansion | None:
@@ -120,5 +134,5 @@ def _placing(
         "devices_per_node": strategy.devices // strategy.nodes,
         "new_parameters": new,
         "gather_dtype": precision.compute if trains_weights else None,
-        "always_whole": attached.always_whole,
+        "pinned": frozenset(attached.pinned()),
     }

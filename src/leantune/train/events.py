@@ -2,7 +2,8 @@
 
 Rows are one JSON object a line. A step has: step, epoch, loss, learning_rate, grad_norm,
 supervised_tokens, total_tokens, tokens_per_second, padding_share, peak_memory_gib, seconds.
-An evaluation has: step, epoch, eval_loss, eval_perplexity, eval_tokens.
+An evaluation has: step, epoch, eval_loss, eval_perplexity, eval_tokens. Objectives other than
+next_token count records or pairs instead of tokens, and measure accuracy (and margin) instead of perplexity.
 """
 
 from __future__ import annotations

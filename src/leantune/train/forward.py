@@ -1,25 +1,23 @@
-"""The loss of some records: the one forward pass that training and evaluation share."""
+"""The forward passes that training, evaluation and use share: token losses, answers, and trained heads."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
-from leantune.data.batches import MicroBatch, collate, cut_window, deal
-from leantune.data.records import EncodedRecords
+from leantune.data.batches import MicroBatch
+from leantune.errors import ModelError
 from leantune.methods import Attached
-from leantune.models.head import chunked_loss, labelled_logits
+from leantune.methods.head import head_of
+from leantune.models.head import chunked_loss, final_hidden, labelled_logits
 from leantune.models.precision import Precision
 from leantune.ops.loss import summed_cross_entropy
-from leantune.strategies.placement import Placement
+from leantune.ops.preference import sequence_log_probs
 
 
 def summed_loss(
-    model: PreTrainedModel, batch: MicroBatch, precision: Precision, loss_chunk_tokens: int | None = None
+    model: nn.Module, batch: MicroBatch, precision: Precision, loss_chunk_tokens: int | None = None
 ) -> Tensor:
     """The sum of the token losses of a micro-batch (a scalar). Call it inside `Attached.edits`.
 
@@ -33,46 +31,29 @@ def summed_loss(
         return chunked_loss(model, batch.input_ids, batch.label_index, batch.labels, loss_chunk_tokens)
 
 
+def head_outputs(attached: Attached, batch: MicroBatch, precision: Precision) -> Tensor:
+    """What the trained head says of each sequence, read at its last token: fp32 [B, outputs]."""
+    head = head_of(attached)
+    if head is None:
+        raise ModelError(
+            f"{attached.name} has no trained head; train one with objective: classification or reward"
+        )
+    with precision.autocast(batch.input_ids.device):
+        hidden = final_hidden(attached.model, batch.input_ids, batch.last_index)
+    return head.module(hidden)
+
+
+def answer_log_probs(model: nn.Module, batch: MicroBatch, precision: Precision) -> Tensor:
+    """The log-probabilities of the supervised tokens of each sequence, summed: fp32 [B]."""
+    rows, width = batch.input_ids.shape
+    with precision.autocast(batch.input_ids.device):
+        logits = labelled_logits(model, batch.input_ids, batch.label_index)
+    return sequence_log_probs(logits, batch.labels, batch.label_index // width, rows)
+
+
 def perplexity(mean_loss: float) -> float:
     """exp of the mean loss per token (nats); infinite where that overflows."""
     try:
         return math.exp(mean_loss)
     except OverflowError:
         return math.inf
-
-
-@torch.no_grad()
-def mean_loss(
-    model: PreTrainedModel,
-    attached: Attached,
-    records: EncodedRecords,
-    *,
-    device: torch.device,
-    micro_batch_size: int,
-    pad_id: int,
-    precision: Precision,
-    loss_chunk_tokens: int | None = None,
-    rank: int = 0,
-    world_size: int = 1,
-    placement: Placement | None = None,
-) -> tuple[float, int]:
-    """Mean loss over the supervised tokens of all records, and their number; ranks share the work."""
-    was_training = model.training
-    model.eval()
-    window = cut_window(records, np.arange(len(records)), micro_batch_size)
-    total = torch.zeros(1, dtype=torch.float32, device=device)
-    mine = deal(len(window.chunks), rank, world_size)
-    idle = 0
-    if placement is not None and placement.equal_passes:
-        idle = math.ceil(len(window.chunks) / world_size) - len(mine)
-    for number, chunk in enumerate([*(window.chunks[i] for i in mine), *[window.chunks[-1]] * idle]):
-        batch = collate(records, chunk, pad_id).to(device)
-        with attached.edits(batch.prompt_lengths):
-            loss = summed_loss(model, batch, precision, loss_chunk_tokens)
-        if number < len(mine):
-            total += loss
-    if placement is not None:
-        placement.end_passes()
-        placement.sum_over_ranks([total])
-    model.train(was_training)
-    return float(total) / window.supervised_tokens, window.supervised_tokens

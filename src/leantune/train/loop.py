@@ -1,9 +1,9 @@
 """The training loop, from the first step to the last.
 
 One step: the window's micro-batches go forward and backward on the ranks they were dealt to;
-every loss is divided by the supervised tokens of the whole window on all ranks, so the sum
-of all gradients is the gradient of the mean token loss however the window was split; one
-summation over the ranks; one optimizer step.
+every loss is divided by the units of the whole window on all ranks (supervised tokens, or what
+the objective counts), so the sum of all gradients is the gradient of the mean loss however the
+window was split; one summation over the ranks; one optimizer step.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from leantune.data.batches import MicroBatch, Window, deal
 from leantune.errors import NumericsError
 from leantune.strategies.process import gather_objects
-from leantune.train.forward import mean_loss, perplexity, summed_loss
+from leantune.train.agreement import check_drift, drift_terms
 from leantune.train.optimizer import set_learning_rate
 from leantune.train.run import Run, TrainState
+from leantune.train.validation import mean_loss
 
 Ending = Literal["finished", "early_stop", "interrupted"]
 _SCALE_PATIENCE = 2000  # steps
@@ -58,11 +59,16 @@ def train_step(run: Run, state: TrainState) -> bool:
     losses = _accumulate(run, state, window)
     sums = torch.tensor([0.0, float(run.stop.requested)], device=run.world.device)
     sums[0] = sum((loss for _, loss in losses), start=sums[0])
+    replicated = run.placement.replicated() if run.world.size > 1 else []
+    if replicated:  # in the same sum: are they still equal on all ranks?
+        sums = torch.cat([sums, drift_terms(replicated).to(sums.device)])
     gradients = run.placement.sum_gradients(sums)
+    if replicated:
+        check_drift(sums[2:], run.world.size, state.step + 1)
     if run.settings.precision.scaled:
         for gradient in gradients:
             gradient.mul_(1.0 / state.loss_scale)
-    loss = float(sums[0]) / window.supervised_tokens
+    loss = float(sums[0]) / run.objective.units(window)
     run.attached.before_step()
     norm = run.placement.total_norm()
     # A loss that is not finite itself is no matter of the scale, which it is multiplied by afterwards.
@@ -81,29 +87,30 @@ def train_step(run: Run, state: TrainState) -> bool:
 
 
 def _accumulate(run: Run, state: TrainState, window: Window) -> list[tuple[MicroBatch, Tensor]]:
-    """Forward and backward of this rank's micro-batches; returns them with the sums of their token losses."""
+    """Forward and backward of this rank's micro-batches; returns them with the sums of their losses."""
     mine: list[int | None] = [*deal(len(window.chunks), run.world.rank, run.world.size)]
     if run.placement.equal_passes:
         mine += [None] * (math.ceil(len(window.chunks) / run.world.size) - len(mine))
     losses: list[tuple[MicroBatch, Tensor]] = []
     scale = state.loss_scale if run.settings.precision.scaled else 1.0
+    weight = scale / run.objective.units(window)
     for number, index in enumerate(mine, 1):
         run.placement.begin_pass(last=number == len(mine))
         if index is None:  # the others still gather and sum weights, and this rank has its part in that
             _forward_backward(run, run.idle_batch(window), 0.0)
         else:
             batch = run.micro_batch(window, index, state.step)
-            losses.append((batch, _forward_backward(run, batch, scale / window.supervised_tokens)))
+            losses.append((batch, _forward_backward(run, batch, weight)))
     return losses
 
 
 def _forward_backward(run: Run, batch: MicroBatch, weight: float) -> Tensor:
-    """Gradients of `weight` times the loss of a micro-batch; returns the sum of its token losses."""
+    """Gradients of `weight` times the loss of a micro-batch; returns the sum of its losses."""
     torch.manual_seed(batch.seed)  # dropout: the same wherever this micro-batch runs
-    with run.attached.edits(batch.prompt_lengths):
-        loss = summed_loss(run.model, batch, run.settings.precision, run.settings.loss_chunk_tokens)
-        (loss * weight).backward()
-    return loss.detach()
+    passes = run.prefix.training(batch)
+    with passes, run.objective.sums(run.attached, batch, run.settings.precision) as sums:
+        (sums.loss * weight).backward()
+    return sums.loss.detach()
 
 
 def adapt_loss_scale(state: TrainState, overflow: bool) -> None:
@@ -170,7 +177,7 @@ def _report_step(
             "loss": loss,
             "learning_rate": rate,
             "grad_norm": norm,
-            "supervised_tokens": window.supervised_tokens,
+            run.objective.unit: run.objective.units(window),
             "total_tokens": window.total_tokens,
             "tokens_per_second": window.total_tokens / seconds,
             "padding_share": window.padding_share,
@@ -187,19 +194,20 @@ def evaluate(run: Run, state: TrainState) -> bool:
     Raises the same `NumericsError` on every rank if the loss is not finite.
     """
     assert run.validation_records is not None
-    loss, tokens = mean_loss(
-        run.model,
+    means = mean_loss(
         run.attached,
+        run.objective,
         run.validation_records,
         device=run.world.device,
         micro_batch_size=run.settings.eval_micro_batch_size,
         pad_id=run.pad_id,
         precision=run.settings.precision,
-        loss_chunk_tokens=run.settings.loss_chunk_tokens,
         rank=run.world.rank,
         world_size=run.world.size,
         placement=run.placement,
+        passes=run.prefix.validation,
     )
+    loss = means.loss
     if not math.isfinite(loss):
         raise NumericsError(
             f"step {state.step}: the validation loss is {loss}; lower train.learning_rate, set "
@@ -210,8 +218,8 @@ def evaluate(run: Run, state: TrainState) -> bool:
             "step": state.step,
             "epoch": state.step / run.plan.steps_per_epoch,
             "eval_loss": loss,
-            "eval_perplexity": perplexity(loss),
-            "eval_tokens": tokens,
+            **{f"eval_{name}": value for name, value in means.measures.items()},
+            f"eval_{run.objective.unit.removeprefix('supervised_')}": means.units,
         }
     )
     state.last_eval_loss = loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import sys
 from collections import deque
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 _GIB = 1024**3
 _STATUS = Path("/proc/self/status")
+_CGROUP = Path("/sys/fs/cgroup")
 _baseline_bytes = 0
 
 
@@ -67,6 +69,19 @@ def peak_memory_gib(device: torch.device | str) -> float:
 
         return torch.cuda.max_memory_allocated(device) / _GIB
     return max(_peak_bytes() - _baseline_bytes, 0) / _GIB
+
+
+def available_memory() -> int:
+    """Bytes of host memory that this process could still get, as far as the system tells."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):  # the container's own limit, "max" if it has none
+        limit, used = ((_CGROUP / name).read_text() for name in ("memory.max", "memory.current"))
+        found.append(max(0, int(limit) - int(used)))
+    return min(found)
 
 
 def _peak_bytes() -> int:

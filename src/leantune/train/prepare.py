@@ -14,16 +14,19 @@ from transformers import PreTrainedTokenizerBase
 
 from leantune.checkpoint.run_folder import RunFolder
 from leantune.config import RunConfig, to_yaml
+from leantune.config.edit_checks import chosen_subspaces
+from leantune.config.objectives import ClassificationObjective
 from leantune.data.jinja_template import JinjaTemplate
 from leantune.data.prepare import PreparedData, prepare_data
 from leantune.data.show import show_example, show_example_styled
-from leantune.errors import ConfigError
+from leantune.errors import ConfigError, DataError
 from leantune.models.precision import choose_precision
 from leantune.models.source import check_vocabulary, load_config, resolve_model
 from leantune.models.vocabulary import describe_tokens, grown_config, load_vocabulary
 from leantune.train.assemble import check_positions, device_kind
 from leantune.train.build import attach_method
 from leantune.train.optimizer import check_optimizer
+from leantune.train.prefix_choice import check_prefix
 from leantune.train.steps import StepPlan, plan_steps
 from leantune.train.trackers import check_trackers
 
@@ -45,7 +48,11 @@ def prepare_run(config: RunConfig, name: str, say: Say = print, scratch: Path | 
         model_config = grown_config(model_config, growth, source.name)
         say(describe_tokens(tokenizer, section.add_tokens))
     check_vocabulary(model_config, tokenizer)
-    prepared = prepare_data(config.data, tokenizer, config.train.seed)
+    subspaces = chosen_subspaces(config)
+    prepared = prepare_data(
+        config.data, tokenizer, config.train.seed, objective=config.objective, subspaces=subspaces
+    )
+    config = _with_classes(config, prepared)
     plan = plan_steps(config.train, len(prepared.train), config.strategy.devices)
     _check_lengths(model_config, prepared)
     _check_method(config, prepared)
@@ -61,11 +68,25 @@ def prepare_run(config: RunConfig, name: str, say: Say = print, scratch: Path | 
     return folder
 
 
+def _with_classes(config: RunConfig, prepared: PreparedData) -> RunConfig:
+    """The configuration with the classes of the training records, if it left them open."""
+    objective = config.objective
+    if not isinstance(objective, ClassificationObjective) or objective.labels is not None:
+        return config
+    labels = prepared.train.facts.labels
+    if len(labels) < 2:
+        raise DataError(
+            f"data.train: all records have the label {', '.join(labels)}; there must be two classes or more "
+            "to tell apart (or name all of them with objective.labels)"
+        )
+    return config.model_copy(update={"objective": objective.model_copy(update={"labels": tuple(labels)})})
+
+
 def _check_lengths(model_config: Any, prepared: PreparedData) -> None:
     """Records longer than the positions that the model knows would fail in its first step, or train noise."""
     positions = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     parts = [part for part in (prepared.train, prepared.validation) if part is not None]
-    longest = max(int(part.lengths.max(initial=0)) for part in parts)
+    longest = max(int(part.sequence_lengths.max(initial=0)) for part in parts)
     if isinstance(positions, int) and 0 < positions < longest:
         raise ConfigError(
             f"data.max_length: the longest record has {longest} tokens, but the model has {positions} "
@@ -76,7 +97,9 @@ def _check_lengths(model_config: Any, prepared: PreparedData) -> None:
 def _check_method(config: RunConfig, prepared: PreparedData) -> None:
     """Build the model without its weights: what cannot be is told before a run is replaced."""
     precision = choose_precision(config.train.precision, torch.device(device_kind(config)))
-    check_positions(attach_method(config, precision)[1], prepared.train)
+    attached = attach_method(config, precision)[1]
+    check_positions(attached, prepared.train)
+    check_prefix(config.train, attached)
 
 
 def _describe(
@@ -89,6 +112,8 @@ def _describe(
         Console().print(show_example_styled(prepared.train, tokenizer))
     else:
         say(show_example(prepared.train, tokenizer))
+    if prepared.train.targets is not None:
+        say(f"its class: {prepared.train.facts.labels[int(prepared.train.targets[0])]}")
     say(
         f"{plan.total_steps} steps of {plan.global_batch_size} records "
         f"({devices} device(s), micro-batches of {plan.micro_batch_size}), "

@@ -14,6 +14,10 @@ from rich.progress import Progress as Bar
 
 from leantune.train.meters import Throughput
 
+# What an evaluation may tell besides the loss, and over how many of what it is the mean.
+_MEASURES = ("perplexity", "accuracy", "margin")
+_UNITS = ("tokens", "records", "pairs")
+
 
 class Progress:
     """Progress of a run, from `start` to `close`; messages may be printed before, between and after.
@@ -78,10 +82,8 @@ class Progress:
     def evaluation(self, row: Mapping[str, Any]) -> None:
         """Show an evaluation on a line of its own; `row` has `step` and `eval_*` keys."""
         parts = [f"validation loss {_number(row.get('eval_loss'))}"]
-        if row.get("eval_perplexity") is not None:
-            parts.append(f"perplexity {_number(row['eval_perplexity'])}")
-        if row.get("eval_tokens") is not None:
-            parts.append(f"{row['eval_tokens']:,} tokens")
+        parts += [f"{name} {_number(row[f'eval_{name}'])}" for name in _MEASURES if f"eval_{name}" in row]
+        parts += [f"{row[f'eval_{unit}']:,} {unit}" for unit in _UNITS if f"eval_{unit}" in row]
         self.print(f"step {row['step']}/{self.total}  {', '.join(parts)}")
 
     def print(self, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from leantune.strategies.placement import Placement
 from leantune.strategies.process import World
 from leantune.strategies.stop import StopRequest
 from leantune.train.events import Events
+from leantune.train.objectives import Objective
 from leantune.train.optimizer import Schedule
+from leantune.train.prefix import PrefixCache
 from leantune.train.steps import StepPlan
 
 
@@ -47,13 +50,13 @@ class LoopSettings:
     group_by_length: bool
     max_grad_norm: float | None
     precision: Precision
-    loss_chunk_tokens: int | None
     eval_every_steps: int | None
     eval_micro_batch_size: int
     keep_best: bool
     patience: int | None
     min_delta: float
     checkpoint_every_steps: int | None
+    reshuffle: Literal["records", "windows"] = "records"
 
 
 @dataclass
@@ -64,6 +67,7 @@ class Run:
     model: PreTrainedModel
     base: BuiltBase
     attached: Attached
+    objective: Objective
     placement: Placement
     description: list[str]
     optimizer: torch.optim.Optimizer
@@ -77,6 +81,7 @@ class Run:
     stop: StopRequest
     save_checkpoint: Callable[[TrainState, bool], None]
     peak_memory_gib: Callable[[], float]
+    prefix: PrefixCache = field(default_factory=PrefixCache)
     _epoch: tuple[int, list[IntArray]] | None = field(default=None, init=False)
 
     def window(self, step: int) -> Window:
@@ -89,6 +94,7 @@ class Run:
                 self.settings.seed,
                 epoch,
                 self.settings.group_by_length,
+                self.settings.reshuffle,
             )
             self._epoch = (epoch, windows)
         return cut_window(self.train_records, self._epoch[1][index], self.plan.micro_batch_size)

@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from leantune.checkpoint.adapter import BaseOfModel, save_trained
+from leantune.checkpoint.atomic import remove_folder
 from leantune.checkpoint.run_folder import RunFolder
 from leantune.config import RunConfig, load_config
 from leantune.errors import CheckpointError
@@ -25,6 +26,7 @@ from leantune.train.assemble import assemble, device_kind
 from leantune.train.events import Events, Notify, memory_baseline
 from leantune.train.loop import train_loop
 from leantune.train.nodes import MakeFolder, node_folder, reopen, shared_with_node
+from leantune.train.prefix_choice import open_prefix
 from leantune.train.prepare import prepare_run
 from leantune.train.relay import RELAY_FILE, row_receiver, row_sender
 from leantune.train.result import RunResult, read_result, write_result
@@ -170,7 +172,8 @@ def _train(
         state = TrainState()
         checkpoint = checkpoints.restore(state)
         check_agreement(config, run, state.step)
-        for line in _opening(run, state, checkpoint.path if checkpoint else None):
+        run.prefix, choice = open_prefix(run, config, folder)
+        for line in [*_opening(run, state, checkpoint.path if checkpoint else None), choice]:
             events.message(line)
         if world.is_main:
             folder.truncate_metrics(state.step)
@@ -238,7 +241,7 @@ def _finish(
     )
     line = save_trained(
         run.attached,
-        folder.model if run.attached.export() is None else folder.adapter,
+        folder.adapter if run.attached.adapter_files() else folder.model,
         tokenizer,
         config.model.name,
         config.model.revision,
@@ -247,6 +250,8 @@ def _finish(
         growth=run.base.growth,
         writes=run.world.is_main,
     )
+    if run.world.local_rank == 0 and folder.prefix.exists():
+        remove_folder(folder.prefix)
     if run.world.is_main:
         run.events.message(line)
         write_result(folder, result)

@@ -44,7 +44,7 @@ def decoded(records: EncodedRecords, sequence: int) -> tuple[str, str]:
     """(prompt, what is learned) of a sequence."""
     one = records.sequence(sequence)
     learned = one.tokens[one.supervised]
-    return TOKENIZER.decode(one.tokens[: one.prompt_length]), TOKENIZER.decode(learned)
+    return str(TOKENIZER.decode(one.tokens[: one.prompt_length])), str(TOKENIZER.decode(learned))
 
 
 def test_a_text_with_a_class_is_a_prompt_without_an_answer(tmp_path: Path) -> None:

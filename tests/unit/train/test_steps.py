@@ -82,7 +82,6 @@ def run_on(num_records: int, seed: int = 3, **train: Any) -> Run:
         group_by_length=True,
         max_grad_norm=None,
         precision=PRECISIONS["fp32"],
-        loss_chunk_tokens=None,
         eval_every_steps=None,
         eval_micro_batch_size=1,
         keep_best=True,
