@@ -118,6 +118,7 @@ def build_cell(
     settings: Mapping[str, Any] | None = None,
     placing: Mapping[str, Any] | None = None,
     learning_rate: float = 1e-3,
+    seed: int = 0,
 ) -> Cell:
     """Build, shard and load; a collective. `settings` are the method's, `placing` those of fsdp."""
     chosen = choose_precision(precision, world.device)
@@ -125,7 +126,7 @@ def build_cell(
     settings = METHODS[method] if settings is None else settings
     expansion = plan_expansion(load_config(source), settings["blocks"]) if "blocks" in settings else None
     built = build_base(base, source, chosen, expansion=expansion)
-    attached = attach(method, built.model, settings, 0)
+    attached = attach(method, built.model, settings, seed)
     stored = {name for name, p in built.model.named_parameters() if p.device.type == "meta"}
     trainable = attached.trainable()
     for parameter in trainable.values():
@@ -136,7 +137,7 @@ def build_cell(
         options = {
             "new_parameters": new,
             "gather_dtype": chosen.compute if len(trainable) > len(new) else None,
-            "always_whole": attached.always_whole,
+            "pinned": frozenset(attached.pinned()),
             **(placing or {}),
         }
     place = importlib.import_module(f"leantune.strategies.{strategy}").place
@@ -268,6 +269,7 @@ def random_batch(
     batch = MicroBatch(
         sample_ids=tuple(range(num_records)),
         input_ids=tokens,
+        lengths=torch.full((num_records,), length),
         prompt_lengths=torch.full((num_records,), prompt),
         label_index=index,
         labels=tokens[:, prompt:].flatten(),

@@ -71,7 +71,7 @@ def _load(base: str, settings: dict[str, Any], model: str, rank: int, size: int,
     before = _anonymous(os.getpid())
     built = build_base(base, resolve_model(model), PRECISIONS["fp32"], settings=settings)
     attached = attach("loreft", built.model, {"layers": [2, 4]}, seed=0)
-    fsdp.place(built.model, attached.trainable(), world, always_whole=True)
+    fsdp.place(built.model, attached.trainable(), world, pinned=frozenset(attached.pinned()))
     materialise(built.model, world.device)
     fill(built, world.device)
     held = [*built.model.parameters(), *built.model.buffers()]

@@ -231,3 +231,35 @@ def test_the_peaks_of_both_lora_modules_are_compared(llama: Path) -> None:
     ]
     assert len(ratios) == 4
     assert all(0.5 < ratio < 1.2 for ratio in ratios)
+
+
+def test_interventions_are_compared_with_the_orthogonal_parametrisation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At d = 64 its matrices are small; the bytes are known: 2·d·r + r floats, twice with gradients."""
+    options = ["--device", "cpu", "--dim", "64", "--rank", "2", "--layers", "3", "--rounds", "1"]
+    ratios = benchmark("interventions").main(options)
+    assert 0.0 < ratios["memory"] < 0.5
+    assert ratios["time with step"] < ratios["time"]
+    own = 4 * 3 * (2 * 64 * 2 + 2) / 2**20
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| gradients"))
+    assert float(row.split("|")[2]) == pytest.approx(own, rel=1e-2)
+
+
+def test_learning_is_compared_with_the_reference_loop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model_folder(tmp_path / "model")
+    options = ["--model", str(model), "--layers", "0;1", "--records", "8", "--seeds", "2", "--threads", "1"]
+    found = benchmark("same_learning").main(options)
+    assert max(found["first step"]) < 1e-5
+    assert found["leantune"] == pytest.approx(found["reference"], abs=1e-2)
+    assert "| leantune - reference |" in capsys.readouterr().out
+
+
+def test_the_overhead_of_interventions_is_measured(tmp_path: Path) -> None:
+    model = tiny_model_folder(tmp_path / "model")
+    options = ["--model", str(model), "--layers", "1", "--batches", "1", "--batch-size", "2", "--rounds", "1"]
+    ratios = benchmark("loreft_overhead").main([*options, "--max-length", "128"])
+    assert ratios.keys() == {"processor", "wall"}
+    assert all(0.5 < ratio < 50 for ratio in ratios.values())

@@ -143,7 +143,8 @@ def load_adapters(model: PreTrainedModel, folders: Mapping[str, Path]) -> Adapte
             )
         if adapter.embeddings is not None:
             raise CheckpointError(
-                f"{folders[name]} has trained embeddings, which all adapters of one model would share; use it alone"
+                f"{folders[name]} has trained embeddings, which all adapters of a model would share; "
+                "use it alone"
             )
     return AdapterSet(model, adapters)
 

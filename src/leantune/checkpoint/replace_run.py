@@ -19,6 +19,7 @@ _FILES = ("metrics.jsonl", "samples.md", "result.json", "data.json", "template.j
 _CHECKPOINT = re.compile(r"step-\d{8,}|best\.json")
 _CHECKPOINT_FILES = {"tensors.safetensors", "state.json", MANIFEST}
 _RECORDS = {"train.safetensors", "validation.safetensors"}
+_PREFIX_FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
 _EVENT_FILE = "events.out.tfevents."
 
 
@@ -56,7 +57,7 @@ def _remove_run(path: Path) -> None:
             f"output.overwrite: {path} holds files that no run wrote and that would be lost: "
             f"{', '.join(strangers[:5])}; move them away, or choose another output.dir"
         )
-    for name in ("adapter", "model", "checkpoints", "records", "tensorboard"):
+    for name in ("adapter", "model", "checkpoints", "records", "tensorboard", "prefix"):
         if (path / name).exists():
             remove_folder(path / name)
     # run.yaml goes last: until then a killed replacement is still a run and can be replaced again.
@@ -87,6 +88,8 @@ def _strangers(path: Path) -> Iterator[Path]:
         elif item.name != "best.json":
             yield from (file for file in _items(item) if file.name not in _CHECKPOINT_FILES)
     yield from (item for item in _items(path / "records") if item.name not in _RECORDS)
+    for item in _items(path / "prefix"):
+        yield from (file for file in _items(item) if not _PREFIX_FILE.fullmatch(file.name))
     yield from (item for item in _items(path / "tensorboard") if not item.name.startswith(_EVENT_FILE))
 
 

@@ -5,6 +5,7 @@ metrics.jsonl  one row per step and per evaluation
 data.json      facts about the records        adapter/ or model/  what was trained
 checkpoints/   resumable states               samples.md          generated answers
 tensorboard/   event files, if asked for      result.json         the final numbers
+prefix/        what train.cache_frozen_prefix: disk keeps while the run goes on
 records/       the encoded records           template.jinja      the user's own template, if any
 .lock          while a process works on it
 """
@@ -43,6 +44,7 @@ class RunFolder:
         self.data = path / "data.json"
         self.records = path / "records"
         self.tensorboard = path / "tensorboard"
+        self.prefix = path / "prefix"
         self.template = path / "template.jinja"
         self.lock = RunLock(path)
 

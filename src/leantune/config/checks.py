@@ -13,8 +13,8 @@ from leantune.config.axes import (
 )
 from leantune.config.edit_checks import check_edits
 from leantune.config.grid import refusal
-from leantune.config.objective_checks import check_objective
 from leantune.config.method_checks import check_method
+from leantune.config.objective_checks import check_objective
 from leantune.config.schema import RunConfig
 from leantune.config.section import Section
 

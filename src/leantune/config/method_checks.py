@@ -53,7 +53,7 @@ def _check_reft(method: ReftMethod[Any]) -> list[str]:
     problems = _readable(written)
     if method.interventions and method.layers != "all":
         problems.append(
-            "method.layers: has no effect here, because each of method.interventions names its own; remove the key"
+            "method.layers: has no effect here, because method.interventions names layers; remove the key"
         )
     return problems or _check_untied(method)
 
@@ -66,8 +66,8 @@ def _check_untied(method: ReftMethod[Any]) -> list[str]:
         one_end = not parse_position(position).parts
         if one_end and not (method.tied if tied is None else tied):
             return [
-                f"method.tied: false, but position {position} has no first and last tokens to tell apart; use "
-                "fN+lM, or tied: true"
+                f"method.tied: false, but position {position} has no first and last tokens to tell apart; "
+                "use fN+lM, or tied: true"
             ]
     return []
 
@@ -83,8 +83,8 @@ def _check_together(method: TogetherMethod) -> list[str]:
     edits = sum(isinstance(part, ReftMethod) for part in method.parts)
     if (factors, edits) != (1, 1):
         return [
-            f"method: {', '.join(names) or 'an empty list'} do not go together; expected one of lora and dora "
-            "and one ReFT method, for example [lora, loreft]"
+            f"method: {', '.join(names) or 'an empty list'} do not go together; expected one of lora and "
+            "dora and one ReFT method, for example [lora, loreft]"
         ]
     if sum(part.train_embeddings for part in method.parts) > 1:
         return [

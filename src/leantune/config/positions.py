@@ -1,4 +1,4 @@
-"""Which tokens of a prompt an intervention edits, as people write it: `f7+l7`, `l1`, `all`, `0;3;-1`, `markers`."""
+"""Which tokens of a prompt an intervention edits, as people write it: `f7+l7`, `all`, `0;3;-1`, `markers`."""
 
 from __future__ import annotations
 

@@ -46,10 +46,18 @@ class ModelSection(Section):
     )
 
 
-JudgedFormat = Literal["classification", "preference"]
 DataFormat = Literal[
-    Literal["auto", "alpaca", "chat", "prompt_completion", "text", "sql", "qa", "guanaco", "dummy"],
-    JudgedFormat,
+    "auto",
+    "alpaca",
+    "chat",
+    "prompt_completion",
+    "text",
+    "sql",
+    "qa",
+    "guanaco",
+    "dummy",
+    "classification",
+    "preference",
 ]
 
 
@@ -88,8 +96,8 @@ class DataSection(Section):
     )
     markers: Annotated[tuple[str, str], BeforeValidator(as_tuple)] | None = Field(
         default=None,
-        description="two strings, e.g. ['[[', ']]']: method.position markers edits what stands between them in "
-        "the prompt; they are left out of the text",
+        description="two strings, e.g. ['[[', ']]']: method.position markers edits what stands between them "
+        "in the prompt; they are left out of the text",
     )
     max_length: Annotated[int, Field(ge=2)] = Field(default=1024, description="longest record, in tokens")
     too_long: Literal["truncate", "drop"] = Field(
@@ -199,9 +207,9 @@ class TrainSection(Section):
     )
     cache_frozen_prefix: Literal["auto", "memory", "disk", "off"] = Field(
         default="auto",
-        description="keep what the blocks below the lowest trained one put out in the first epoch, and skip "
-        "them afterwards; auto: memory, if they are a quarter of all or more, there is a second epoch, and it "
-        "fits",
+        description="keep what blocks below the lowest trained one put out in the first epoch, and skip "
+        "them afterwards; auto: memory, if they are a quarter of all or more, there is a second epoch, and "
+        "it fits",
     )
     prefix_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
         default=None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
+from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
 from leantune.errors import ModelError
@@ -139,6 +141,65 @@ def _no_match(target: str, candidates: Iterable[str], key: str) -> str:
     close = difflib.get_close_matches(target.rpartition(".")[2], suffixes, 1, 0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"{key}: {target!r} matches no linear layer{hint} (linear layers here: {', '.join(suffixes)})"
+
+
+COMPONENTS = ("block_output", "block_input", "attention_output", "mlp_output", "mlp_activation")
+_ATTENTION = re.compile(r"attn|attention")
+_MLP = re.compile(r"mlp|feed_forward|ffn|moe")
+_ACTIVATIONS = tuple(
+    {kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values() if kind is not None}
+)
+
+
+def component_of(block: nn.Module, component: str, hidden_size: int) -> tuple[nn.Module, int]:
+    """The module of a decoder block at which hidden states are read, and their dimension.
+
+    block_input and block_output are those of the block itself; attention_output and mlp_output are what
+    attention and MLP add to the residual stream; mlp_activation is the output of the activation function
+    inside the MLP. Raises `ModelError` if the block has no such module, or several.
+    """
+    if component in ("block_output", "block_input"):
+        return block, hidden_size
+    if component == "attention_output":
+        return _branch(_child(block, _ATTENTION, component)), hidden_size
+    linear_children = [m for _, m in block.named_children() if isinstance(m, LINEAR_TYPES)]
+    # Blocks such as OPT's have the layers of their MLP as their own.
+    mlp = block if linear_children else _child(block, _MLP, component)
+    if component == "mlp_output":
+        return (linear_children[-1] if linear_children else _branch(mlp)), hidden_size
+    inner = list(mlp.children()) if linear_children else list(mlp.modules())
+    found = [module for module in inner if isinstance(module, _ACTIVATIONS)]
+    down = [linear_sizes(m) for m in inner if isinstance(m, LINEAR_TYPES)]
+    widths = {size for size, out in down if out == hidden_size}
+    if len(found) != 1 or len(widths) != 1:
+        raise ModelError(
+            f"mlp_activation: the MLP of {type(block).__name__} has {len(found)} activation modules and "
+            f"{len(widths)} widths where one was expected (experts have many); edit mlp_output instead"
+        )
+    return found[0], widths.pop()
+
+
+def _child(block: nn.Module, pattern: re.Pattern[str], component: str) -> nn.Module:
+    """The one direct child of a block that has this name and weights of its own."""
+    found = {
+        name: child
+        for name, child in block.named_children()
+        if pattern.search(name.lower()) and any(p.ndim > 1 for p in child.parameters())
+    }
+    if len(found) != 1:
+        names = ", ".join(name for name, _ in block.named_children())
+        raise ModelError(
+            f"{component}: {type(block).__name__} has {len(found)} such modules where one was expected (its "
+            f"modules: {names}); edit block_output instead"
+        )
+    return next(iter(found.values()))
+
+
+def _branch(module: nn.Module) -> nn.Module:
+    """What computes the output of a branch: the module, or its last layer if it adds the residual itself."""
+    if "residual" not in inspect.signature(module.forward).parameters:
+        return module
+    return [inner for inner in module.modules() if isinstance(inner, LINEAR_TYPES)][-1]
 
 
 def summarise_names(names: Iterable[str]) -> str:

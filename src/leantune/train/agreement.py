@@ -72,7 +72,8 @@ def drift_terms(parameters: Sequence[Tensor]) -> Tensor:
         p.detach().contiguous().view(torch.int32 if p.element_size() == 4 else torch.int16)
         for p in parameters
     ]
-    sums = [(index + 1) * word.sum(dtype=torch.int64).to(device) for index, word in enumerate(words)]
+    # An odd factor loses no bit of a sum, not even the last sign.
+    sums = [(2 * index + 1) * word.sum(dtype=torch.int64).to(device) for index, word in enumerate(words)]
     total = torch.stack(sums).sum()
     checksum = torch.stack([(total >> shift) & 255 for shift in (0, 8, 16, 24)]).float()
     return torch.cat([checksum, checksum.square()])
@@ -83,8 +84,8 @@ def check_drift(summed: Tensor, world_size: int, step: int) -> None:
     checksum, squares = summed.double().chunk(2)
     if not torch.equal(world_size * squares, checksum.square()):
         raise NumericsError(
-            f"step {step}: the trained parameters are no longer the same on all {world_size} ranks. Nothing was "
-            "updated in this step. Resume from the last checkpoint; if it happens again, look for a device "
+            f"step {step}: the trained parameters are no longer the same on all {world_size} ranks. Nothing "
+            "was updated in this step. Resume from the last checkpoint; if it happens again, look for a device "
             "that computes wrongly, or for code that changes parameters on one rank"
         )
 

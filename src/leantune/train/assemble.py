@@ -124,9 +124,7 @@ def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.pad_token_id or 0)  # pyright: ignore[reportArgumentType]
 
 
-def _loop_settings(
-    config: RunConfig, world: World, reshuffle: Literal["records", "windows"]
-) -> LoopSettings:
+def _loop_settings(config: RunConfig, world: World, reshuffle: Literal["records", "windows"]) -> LoopSettings:
     train, section = config.train, config.eval
     return LoopSettings(
         seed=train.seed,

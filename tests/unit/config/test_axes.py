@@ -198,8 +198,10 @@ def test_levers_that_count_must_be_positive(key: str) -> None:
     (problem,) = problems_of(train={key: 0, "activation_checkpointing": True})
     assert problem.startswith(f"train.{key}: 0 is not valid: should be greater than 0")
 
+
 @pytest.mark.parametrize(
-    "written", ["lora+loreft", "lora + loreft", ["lora", "loreft"], {"name": "together", "parts": ["lora", "loreft"]}]
+    "written",
+    ["lora+loreft", "lora + loreft", ["lora", "loreft"], {"name": "together", "parts": ["lora", "loreft"]}],
 )
 def test_methods_that_run_together_are_written_in_three_ways(written: Any) -> None:
     config = validate({**BASE, "method": written})
@@ -242,14 +244,20 @@ def test_the_direft_of_the_paper_is_another_name() -> None:
         (["lora", "lorefd"], "nodireft; did you mean loreft?"),
         (["lora", ["loreft"]], "method.parts.name: 'together' is not one of"),
         ([3, "loreft"], "method.parts: 3 is not a section"),
-        ([{"name": "lora", "rnk": 3}, "loreft"], "method.parts[0].rnk: unknown key; did you mean method.parts.rank?"),
+        (
+            [{"name": "lora", "rnk": 3}, "loreft"],
+            "method.parts[0].rnk: unknown key; did you mean method.parts.rank?",
+        ),
         (["lora", {"name": "loreft", "rank": 0}], "method.parts[1].rank: 0 is not valid: should be greater"),
         (["lora", {"name": "loreft", "position": "g1"}], "method.position: 'g1' is not a position"),
         (
             [{"name": "lora", "train_embeddings": True}, {"name": "loreft", "train_embeddings": True}],
             "method.train_embeddings: set for both methods",
         ),
-        ([{"name": "lora", "implementation": "peft"}, "loreft"], "method.implementation: peft does not go together"),
+        (
+            [{"name": "lora", "implementation": "peft"}, "loreft"],
+            "method.implementation: peft does not go together",
+        ),
     ],
 )
 def test_methods_that_do_not_go_together_are_refused(method: Any, expected: str) -> None:
@@ -263,17 +271,29 @@ def test_methods_that_do_not_go_together_are_refused(method: Any, expected: str)
         ({"layers": "8;;9"}, "method.layers: '8;;9' is not a list of layers"),
         ({"position": "f1l1"}, "method.position: 'f1l1' is not a position"),
         ({"position": "1;1"}, "method.position: position 1 is listed twice"),
-        ({"position": "all", "tied": False}, "method.tied: false, but position all has no first and last tokens"),
+        (
+            {"position": "all", "tied": False},
+            "method.tied: false, but position all has no first and last tokens",
+        ),
         ({"position": "0;-1", "tied": False}, "method.tied: false, but position 0;-1 has no first"),
         ({"component": "block"}, "method.component: 'block' is not one of block_output, block_input"),
         ({"generation": "never"}, "method.generation: 'never' is not one of prompt, all or new"),
-        ({"positions_convention": "pyreft"}, "is not one of standard or pyreft-alpaca; did you mean pyreft-alpaca?"),
-        ({"subspaces": {"a": "0-8"}}, "method.subspaces: a: dimension 8 does not exist; the rank is 8: 0 to 7"),
+        (
+            {"positions_convention": "pyreft"},
+            "is not one of standard or pyreft-alpaca; did you mean pyreft-alpaca?",
+        ),
+        (
+            {"subspaces": {"a": "0-8"}},
+            "method.subspaces: a: dimension 8 does not exist; the rank is 8: 0 to 7",
+        ),
         ({"subspaces": {"a": "0;x"}}, "method.subspaces: a: '0;x' is not a list of dimensions"),
         ({"subspaces": {"3": "0"}}, "method.subspaces: '3' is not a name"),
         ({"layers": "3", "interventions": [{"layers": "8"}]}, "method.layers: has no effect here"),
         ({"interventions": [{"layers": "8;;9"}]}, "method.interventions[0].layers: '8;;9' is not a list"),
-        ({"interventions": [{"layers": "1"}, {"position": "g"}]}, "method.interventions[1].position: 'g' is not a"),
+        (
+            {"interventions": [{"layers": "1"}, {"position": "g"}]},
+            "method.interventions[1].position: 'g' is not a",
+        ),
         ({"interventions": [{"rnk": 4}]}, "method.interventions[0].rnk: unknown key; did you mean"),
         ({"interventions": [{"position": "all"}], "tied": False}, "method.tied: false, but position all"),
     ],

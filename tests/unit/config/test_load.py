@@ -57,8 +57,8 @@ def test_a_missing_section_does_not_hide_the_other_problems() -> None:
         ({"strategy": {"devices": 2, "timeout": 5}}, "did you mean strategy.timeout_seconds?"),
         (
             {"method": "lorra"},
-            "method.name: 'lorra' is not one of full, lora, dora, loreft, noreft, consreft, lobireft, direft, "
-            "nodireft, llama_pro, together; did you mean lora?",
+            "method.name: 'lorra' is not one of full, lora, dora, loreft, noreft, consreft, lobireft, "
+            "direft, nodireft, llama_pro, together; did you mean lora?",
         ),
         ({"base": "nf44"}, "base.name: 'nf44' is not one of dense, nf4, hqq; did you mean nf4?"),
         ({"base": {"name": "hqq", "bit": 4}}, "base.bit: unknown key; did you mean base.bits?"),

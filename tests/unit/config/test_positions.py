@@ -32,7 +32,23 @@ def test_positions_that_are_accepted(value: str | Sequence[int], position: Posit
 
 @pytest.mark.parametrize(
     "value",
-    ["", "+", "f", "l", "f1l1", "l1+f1", "f1+", "+l1", "f-1", "f0", "f0+l0", "f1+l1+f2", "0;", "1.5", "every"],
+    [
+        "",
+        "+",
+        "f",
+        "l",
+        "f1l1",
+        "l1+f1",
+        "f1+",
+        "+l1",
+        "f-1",
+        "f0",
+        "f0+l0",
+        "f1+l1+f2",
+        "0;",
+        "1.5",
+        "every",
+    ],
 )
 def test_positions_that_are_refused(value: str) -> None:
     with pytest.raises(ValueError, match="is not a position; write f7"):

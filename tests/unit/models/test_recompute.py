@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from leantune.models import recompute
 from leantune.models.anatomy import LINEAR_TYPES, decoder_blocks
 from leantune.models.recompute import recompute_blocks
 from tests.batches import gradients, shake, small_batch
@@ -116,6 +118,39 @@ def test_nothing_is_computed_again_where_no_gradient_is_wanted() -> None:
     cached = model.eval().generate(BATCH.input_ids[:1, :6], max_new_tokens=3, do_sample=False)
     assert cached.shape[1] <= 9
     assert calls[0] <= 5
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("lora", {"rank": 2, "layers": [2]}),
+        ("loreft", {"rank": 2, "layers": [1], "position": "f2+l2"}),
+        ("loreft", {"rank": 2, "layers": [2], "position": "f2+l2", "component": "block_input"}),
+    ],
+)
+def test_below_what_is_trained_nothing_is_kept_or_computed_again(
+    method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen blocks went through the checkpoint too, which copies the state of the generators each time."""
+    attached = attached_to(method, **settings)
+    shake(attached)
+    recomputed: list[Any] = []
+
+    def counting(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        recomputed.append(forward)
+        return checkpoint(forward, *args, **kwargs)
+
+    monkeypatch.setattr(recompute, "checkpoint", counting)
+    recompute_blocks(attached.model)
+    calls = counted(attached.model)
+    gradients(attached, BATCH)
+    frozen = settings["layers"][0]
+    assert calls == [1] * attached.frozen_blocks() + [2] * (3 - attached.frozen_blocks())
+    assert len(recomputed) == 3 - frozen
+    with attached.edits(BATCH.prompt_lengths):
+        kept = kept_by_blocks(attached.model)
+    assert kept[:frozen] == [0] * frozen
+    assert kept[2] == BATCH.input_ids.numel() * 32
 
 
 def test_frozen_embeddings_do_not_stop_the_gradient() -> None:
