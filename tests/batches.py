@@ -27,7 +27,8 @@ def small_batch(vocabulary: int = 320, seed: int = 0) -> MicroBatch:
         index += [row * width + column - 1 for column in range(prompt, length)]
     label_index = torch.tensor(index)
     labels = input_ids.flatten()[label_index + 1]
-    return MicroBatch((0, 1, 2), input_ids, torch.tensor(PROMPT_LENGTHS), label_index, labels, seed)
+    lengths, prompt_lengths = torch.tensor(LENGTHS), torch.tensor(PROMPT_LENGTHS)
+    return MicroBatch((0, 1, 2), input_ids, lengths, prompt_lengths, label_index, labels, seed)
 
 
 @torch.no_grad()

@@ -8,12 +8,19 @@ from typing import Any
 import torch
 
 from leantune.config import RunConfig, validate
-from leantune.config.grid import BASES, METHODS, refusal
+from leantune.config.grid import BASES, METHODS, REFT_METHODS, refusal
 from leantune.strategies.process import World
 from leantune.train.build import BuiltModel, build_model
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
-CELLS = [(m, b) for m in METHODS for b in BASES if refusal(m, b, "single") is None]
+# These differ from loreft in their formula alone, so that on packed bases it speaks for them.
+LIKE_LOREFT = set(REFT_METHODS) - {"loreft"}
+CELLS = [
+    (method, base)
+    for method in METHODS
+    for base in BASES
+    if refusal(method, base, "single") is None and not (method in LIKE_LOREFT and base != "dense")
+]
 # A tiny model has fewer blocks than Llama-Pro adds by default.
 SETTINGS: dict[str, dict[str, Any]] = {"llama_pro": {"blocks": 1}}
 

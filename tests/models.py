@@ -49,12 +49,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
 }
 
+# Decoders with other blocks, for what goes by the parts of a block.
+OTHER_BLOCKS: dict[str, dict[str, Any]] = {
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
+    "bloom": {"n_layer": 3, "n_head": 4},
+    "falcon": {"ffn_hidden_size": 48, "head_dim": None},
+    "gptj": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 48, "rotary_dim": 4},
+    "phi": {},
+}
+_KNOWN = {**ARCHITECTURES, **OTHER_BLOCKS}
+
 
 def tiny_model(
     architecture: str = "llama", seed: int = 0, *, wide: bool = False, **changes: Any
 ) -> PreTrainedModel:
     """A frozen random fp32 model in eval mode; `wide`: its linear layers can be packed."""
-    settings = {**_COMMON, **ARCHITECTURES[architecture], **(WIDE if wide else {}), **changes}
+    settings = {**_COMMON, **_KNOWN[architecture], **(WIDE if wide else {}), **changes}
     config = AutoConfig.for_model(architecture, **{k: v for k, v in settings.items() if v is not None})
     with torch.random.fork_rng():
         torch.manual_seed(seed)

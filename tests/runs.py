@@ -33,6 +33,6 @@ def tiny_run(
     network = load_base("dense", source)
     attached = attach(config.method.name, network, config.method.model_dump(exclude={"name"}), seed=0)
     shake(attached, 1.0 if config.method.name == "lora" else 0.1)
-    target = run.model if attached.export() is None else run.adapter
+    target = run.adapter if attached.adapter_files() else run.model
     save_trained(attached, target, load_tokenizer(source), str(base), None)
     return run

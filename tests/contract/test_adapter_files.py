@@ -15,7 +15,7 @@ from torch import Tensor
 from leantune.checkpoint.adapter import adapter_base, is_adapter, load_adapter, save_trained
 from leantune.errors import CheckpointError, LeantuneError
 from leantune.methods import adapter_config_files, method_names
-from tests.batches import shake
+from tests.batches import logits_of, shake, small_batch
 from tests.fixtures import tiny_tokenizer
 from tests.methods import attached_to
 from tests.models import tiny_model
@@ -120,7 +120,7 @@ def test_a_configuration_without_its_keys_is_refused(method: str, tmp_path: Path
     folder = saved(tmp_path / "a", method)
     (path,) = folder.glob("*_config.json")
     config = json.loads(path.read_text())
-    for key in [key for key in ("target_modules", "layers") if key in config]:
+    for key in [key for key in ("target_modules", "interventions") if key in config]:
         del config[key]
     path.write_text(json.dumps(config))
     assert "is missing" in refused(folder)
@@ -176,4 +176,40 @@ def test_a_reft_folder_of_another_version_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "a", "loreft")
     path = folder / "reft_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 99}))
-    assert "version 99 is not leantune-reft version 1" in refused(folder)
+    assert "version 99 is not leantune-reft version 2" in refused(folder)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reft_adapter_of_the_first_version_gives_what_it_gave(tied: bool, tmp_path: Path) -> None:
+    """Its names had no component, and its configuration one position for all layers; it must not be lost."""
+    settings = {"rank": 3, "layers": [0, 2], "position": "f2+l2", "tied": tied}
+    attached = attached_to("loreft", **settings)
+    shake(attached)
+    folder = tmp_path / "a"
+    save_trained(attached, folder, tiny_tokenizer(vocab_size=300), "some/base", "v1")
+    path, file = folder / "reft_config.json", folder / "reft.safetensors"
+    kept = ("format", "dropout", "activation", "dtype", "base_fingerprint", "hidden_size")
+    now = json.loads(path.read_text())
+    path.write_text(json.dumps({"format_version": 1, **{key: now[key] for key in kept}, **settings}))
+    before = {name.replace(".block_output.", "."): value for name, value in load_file(file).items()}
+    assert sorted(before)[0] == ("0.both.bias" if tied else "0.first.bias")
+    save_file(before, file)
+    loaded = load_adapter(tiny_model(), folder)
+    batch = small_batch()
+    assert torch.equal(logits_of(loaded, batch), logits_of(attached, batch))
+    assert loaded.describe() == attached.describe()
+    again = loaded.export()
+    assert again is not None
+    assert again.config["format_version"] == 2
+    assert {name.split(".")[1] for name in again.tensors} == {"block_output"}
+
+
+def test_a_reft_folder_of_an_unknown_method_or_half_a_place_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a", "loreft")
+    path = folder / "reft_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "method": "hireft"}))
+    assert "method 'hireft' is unknown; expected one of loreft" in refused(folder)
+    del config["interventions"][0]["component"]
+    path.write_text(json.dumps(config))
+    assert "lacks 'component'" in refused(folder)

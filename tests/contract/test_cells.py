@@ -27,7 +27,7 @@ from leantune.models.packed import PackedLinear
 from leantune.models.source import resolve_model
 from leantune.train.build import BuiltModel
 from tests.batches import gradients, logits_of, shake, small_batch
-from tests.grid import CELLS, built
+from tests.grid import CELLS, LIKE_LOREFT, built
 from tests.models import ARCHITECTURES
 
 BATCH = small_batch()
@@ -35,6 +35,9 @@ PROMPTS = ["SELECT name FROM employees", "the"]
 # Fresh, these are the base itself. DoRA on a packed base is not: its magnitudes are those of the weights
 # before they were packed.
 IDENTITIES = {"full", "lora", "llama_pro"}
+# What these do with a model, loreft and lora do too: a few architectures tell as much as all.
+MADE_OF_OTHERS = {*LIKE_LOREFT, "together"}
+FEW = {"llama", "gpt2", "mixtral"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,11 @@ def plain(wide_folder: Callable[[str], Path]) -> Callable[[str, str], tuple[PreT
 
 @pytest.fixture(
     scope="module",
-    params=[(a, *cell) for a, cell in itertools.product(ARCHITECTURES, CELLS)],
+    params=[
+        (architecture, *cell)
+        for architecture, cell in itertools.product(ARCHITECTURES, CELLS)
+        if architecture in FEW or cell[0] not in MADE_OF_OTHERS
+    ],
     ids="-".join,
 )
 def cell(
@@ -137,7 +144,7 @@ def test_what_is_saved_is_what_was_trained(cell: Cell, tokenizer: Any, tmp_path:
     folder = tmp_path / "saved"
     line = save_trained(cell.attached, folder, tokenizer, "base", None, base=base)
     assert "equal to memory bit for bit" in line
-    if cell.attached.export() is None:
+    if not cell.attached.adapter_files():
         fresh = Attached("base", load_base(cell.base, resolve_model(str(folder))))
     else:
         fresh = load_adapter(copy.deepcopy(cell.plain), folder)

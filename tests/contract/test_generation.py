@@ -125,6 +125,8 @@ def test_a_forward_pass_that_does_not_know_the_prompt_is_refused() -> None:
 def test_untied_interventions_are_one_for_each_end() -> None:
     """f5+l5 over two layers used to reach one end only."""
     attached = edited("llama", tied=False, layers=[0, 2])
-    assert sorted(attached.interventions()) == ["0.first", "0.last", "2.first", "2.last"]
+    assert sorted(attached.interventions()) == [
+        f"{layer}.block_output.{part}" for layer in (0, 2) for part in ("first", "last")
+    ]
     one_end = edited("llama", tied=False, position="l2")
-    assert sorted(one_end.interventions()) == ["0.last", "1.last", "2.last"]
+    assert sorted(one_end.interventions()) == [f"{layer}.block_output.last" for layer in range(3)]

@@ -22,6 +22,7 @@ from tests.grid import CELLS, SETTINGS
 
 PROMPT = "SELECT name FROM"
 WHOLE_MODELS = {"full", "llama_pro"}  # methods that save one
+NAMES = {"together": "lora+loreft"}  # of what is made of others
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def test_a_cell_trains_and_its_result_answers(
     answers = loaded.generate([PROMPT, PROMPT], sampling)
     assert len(answers) == 2
     assert answers[0] == answers[1]
-    assert loaded.trained.attached.name == method
+    assert loaded.trained.attached.name == NAMES.get(method, method)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -106,7 +107,9 @@ def test_the_same_run_twice_gives_the_same_losses(
     assert (first.first_loss, first.last_loss) == (second.first_loss, second.last_loss)
 
 
-@pytest.mark.parametrize(("method", "base"), [("loreft", "dense"), ("lora", "nf4"), ("dora", "hqq")])
+@pytest.mark.parametrize(
+    ("method", "base"), [("loreft", "dense"), ("lora", "nf4"), ("dora", "hqq"), ("together", "nf4")]
+)
 def test_an_adapter_folder_loads_without_its_run(
     method: str, base: str, model: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -117,7 +120,7 @@ def test_an_adapter_folder_loads_without_its_run(
     at_home = leantune.load(result.folder, device="cpu").trained
     (result.folder / "adapter").rename(moved)
     away = leantune.load(moved, device="cpu").trained
-    assert away.attached.name == method
+    assert away.attached.name == NAMES.get(method, method)
     lengths = torch.tensor([20])
     with torch.no_grad(), at_home.attached.edits(lengths), away.attached.edits(lengths):
         logits = [trained.model(input_ids=tokens).logits for trained in (at_home, away)]

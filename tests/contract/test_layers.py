@@ -12,10 +12,11 @@ from typing import Any, get_args
 import pytest
 
 import leantune
-from leantune.config.axes import Base, DdpStrategy, FsdpStrategy, Method, Strategy
+from leantune.config.axes import Base, DdpStrategy, FsdpStrategy, Method, Strategy, TogetherMethod
 from leantune.config.grid import BASES, METHODS, REFUSED, STRATEGIES
 from leantune.config.schema import RunConfig
-from leantune.methods import method_names
+from leantune.methods import method_names, reft
+from leantune.methods.together import TOGETHER
 
 ROOT = Path(leantune.__file__).parent
 LEVELS = {
@@ -33,6 +34,7 @@ LEVELS = {
     "train": 5,
     "generate": 5,
     "evaluate": 6,
+    "serve": 6,
     "api": 7,
     "cli": 7,
 }
@@ -131,7 +133,7 @@ def names_in(union: Any) -> set[str]:
 
 def test_the_table_of_the_grid_the_schema_and_the_folders_agree() -> None:
     """A method that the schema offers but no file implements fails hours into a queue."""
-    assert set(METHODS) == set(method_names()) == names_in(Method)
+    assert set(METHODS) == {*method_names(), TOGETHER} == names_in(Method)
     assert set(STRATEGIES) == names_in(Strategy)
     assert set(BASES) == names_in(Base)
     files = [path.stem for path in (ROOT / "bases").glob("*.py")]
@@ -141,38 +143,57 @@ def test_the_table_of_the_grid_the_schema_and_the_folders_agree() -> None:
     assert set(STRATEGIES) <= strategies
 
 
+def file_of(method: str) -> Any:
+    """The module that implements a method: the one of its name, or one that names it among several."""
+    return reft if method in reft.METHODS else importlib.import_module(f"leantune.methods.{method}")
+
+
 def test_every_value_of_an_axis_offers_what_the_run_calls() -> None:
-    for name in METHODS:
-        assert callable(importlib.import_module(f"leantune.methods.{name}").attach)
+    for name in method_names():
+        assert callable(file_of(name).attach)
     for name in BASES:
         assert callable(importlib.import_module(f"leantune.bases.{name}").pack)
     for name in STRATEGIES:
         assert callable(importlib.import_module(f"leantune.strategies.{name}").place)
 
 
-def check_settings(section: Any, function: Any, given: set[str]) -> None:
-    """The keys of a section are the settings of a function, `given` are told it otherwise; defaults agree."""
-    parameters = {k: p for k, p in inspect.signature(function).parameters.items() if k not in given}
-    assert set(section.model_fields) - {"name"} == set(parameters)
-    for key, parameter in parameters.items():
+def settings_of(function: Any, told: set[str]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function by name, without those that it is told by the code itself."""
+    return {key: p for key, p in inspect.signature(function).parameters.items() if key not in told}
+
+
+def check_defaults(section: Any, parameters: dict[str, inspect.Parameter]) -> None:
+    """Every key of a section is a setting of its function, and has the same default."""
+    for key in set(section.model_fields) - {"name"}:
+        parameter, field = parameters[key], section.model_fields[key]
+        default = None if field.default_factory else field.default
         if parameter.default is not inspect.Parameter.empty:
-            assert section.model_fields[key].default == parameter.default, key
+            assert parameter.default == default, key
 
 
-@pytest.mark.parametrize(
-    ("folder", "function", "axis", "given"),
-    [
-        ("methods", "attach", Method, {"model", "seed"}),
-        ("bases", "pack", Base, {"model", "leave"}),
-    ],
-)
-def test_the_settings_of_the_schema_are_those_of_the_code(
-    folder: str, function: str, axis: Any, given: set[str]
-) -> None:
+def sections_of(axis: Any) -> list[Any]:
+    return [section for section in get_args(get_args(axis)[0]) if section is not TogetherMethod]
+
+
+def test_the_settings_of_the_bases_are_those_of_the_code() -> None:
     """A key that the function does not take would crash; one the schema lacks cannot be set."""
-    for section in get_args(get_args(axis)[0]):
-        module = importlib.import_module(f"leantune.{folder}.{section.model_fields['name'].default}")
-        check_settings(section, getattr(module, function), given)
+    for section in sections_of(Base):
+        base = importlib.import_module(f"leantune.bases.{section.model_fields['name'].default}")
+        parameters = settings_of(base.pack, {"model", "leave"})
+        assert set(section.model_fields) - {"name"} == set(parameters)
+        check_defaults(section, parameters)
+
+
+def test_the_settings_of_the_methods_are_those_of_the_code() -> None:
+    """The same where one file serves several methods, some of which have fewer keys than others."""
+    keys: dict[Any, set[str]] = {}
+    for section in sections_of(Method):
+        module = file_of(section.model_fields["name"].default)
+        check_defaults(section, settings_of(module.attach, set()))
+        keys.setdefault(module, set()).update(set(section.model_fields) - {"name"})
+    for module, known in keys.items():
+        told = {"model", "seed", "method", "markers"} if module is reft else {"model", "seed"}
+        assert known == set(settings_of(module.attach, told)), module.__name__
 
 
 def test_the_settings_of_sharding_are_those_of_the_code() -> None:
@@ -181,7 +202,7 @@ def test_the_settings_of_sharding_are_those_of_the_code() -> None:
     parameters = set(inspect.signature(place).parameters)
     assert set(FsdpStrategy.model_fields) - set(DdpStrategy.model_fields) <= parameters
     told = {"model", "trainable", "world", "devices_per_node"}
-    told |= {"new_parameters", "always_whole", "gather_dtype"}
+    told |= {"new_parameters", "pinned", "gather_dtype"}
     assert parameters - told <= set(FsdpStrategy.model_fields)
 
 

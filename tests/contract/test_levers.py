@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from leantune.methods import Attached, method_names
 from leantune.models.anatomy import LINEAR_TYPES, decoder_blocks, input_embeddings, output_head
@@ -103,3 +104,53 @@ def test_all_levers_at_once_on_every_base(method: str, base: str, wide_folder: C
                 torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5)
             assert found[1].keys() == expected[1].keys() == attached.trainable().keys()
         expected = found
+
+
+def states_of(blocks: list[Any], calls: list[str]) -> list[StorageWeakRef]:
+    """Grows by what every module inside these blocks returns; `calls` by a name for each of their passes."""
+    kept: list[StorageWeakRef] = []
+
+    def note(name: str, output: Any) -> None:
+        calls.append(name)
+        tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(t)]
+        kept.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
+
+    for block in blocks:
+        for name, module in block.named_modules():
+            if not name.startswith("reft"):
+                module.register_forward_hook(lambda _m, _a, output, name=name: note(name, output))
+    return kept
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("loreft", {"layers": "3", "rank": 2}),
+        ("loreft", {"layers": "4", "rank": 2, "component": "block_input"}),
+        ("lora", {"layers": "4-5", "rank": 2}),
+    ],
+)
+def test_blocks_below_all_that_is_trained_keep_nothing_and_are_not_computed_again(
+    method: str, settings: dict[str, Any], checkpointing: bool
+) -> None:
+    """Four of six blocks here. A lever for all blocks kept the inputs of these, or ran them twice."""
+    attached = attached_to(method, model=model_for(method, num_hidden_layers=6), **settings)
+    model: Any = attached.model
+    assert attached.frozen_blocks() == 4
+    blocks = list(decoder_blocks(model).values())
+    if checkpointing:
+        recompute_blocks(model)
+    below: list[str] = []
+    above: list[str] = []
+    kept_below, kept_above = states_of(blocks[:4], below), states_of(blocks[4:], above)
+    model.train()
+    with attached.edits(BATCH.prompt_lengths):
+        loss = summed_loss(model, BATCH, FP32)
+    alive = [reference for reference in kept_below if not reference.expired()]
+    assert len(alive) <= 1, "more than the input of the first block above is kept"
+    assert any(not reference.expired() for reference in kept_above), "nothing was watched"
+    passes = len(below), len(above)
+    loss.backward()
+    assert len(below) == passes[0], "a block below was computed again"
+    assert (len(above) > passes[1]) == checkpointing

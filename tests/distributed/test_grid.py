@@ -36,7 +36,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nodireft": {"name": "nodireft", "rank": 4, "component": "mlp_output", "generation": "all"},
     "together": {
         "name": "together",
-        "parts": [{"name": "lora", "rank": 4}, {"name": "loreft", "rank": 4, "tied": False, "layers": [0, 1]}],
+        "parts": [
+            {"name": "lora", "rank": 4},
+            {"name": "loreft", "rank": 4, "tied": False, "layers": [0, 1]},
+        ],
     },
     "llama_pro": {"name": "llama_pro", "blocks": 2},
 }

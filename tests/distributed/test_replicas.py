@@ -1,4 +1,4 @@
-"""What every rank holds whole stays the same on all of them, checked at every step without another message."""
+"""What every rank holds whole stays equal on all of them: checked at every step, without another message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from leantune.errors import NumericsError
 from leantune.train.agreement import check_drift, drift_terms
-from tests.distributed.ranks import make_records, make_run, rows, samples, spy, start, steps
+from tests.distributed.ranks import make_records, make_run, samples, spy, start, steps, weights
 from tests.fixtures import tiny_llama, tiny_tokenizer
 
 RECORDS = make_records([1 + (5 * i) % 12 for i in range(22)])
@@ -63,8 +63,8 @@ def test_a_rank_whose_interventions_drift_ends_the_job(
     assert ranks.wait() == [1, 1], ranks.output()
     for log in ranks.logs:
         message = log.read_text().splitlines()[-1]
-        assert "step 3: the trained parameters are no longer the same on all 2 ranks" in message
-        assert "nothing was updated in this step" in message
+        assert "step 3: the trained parameters differ between the 2 ranks" in message
+        assert "Nothing was updated in this step" in message
     assert len(steps(folder)) == 2
     assert not folder.adapter.exists()
 
@@ -112,22 +112,28 @@ def count(path: str) -> None:
 
 @pytest.mark.parametrize("method", [LOREFT, TOGETHER], ids=["loreft", "together"])
 def test_a_step_of_ddp_is_one_sum_over_ranks(method: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    """Loss, stop, checksum and all gradients travel in one flat tensor, however many micro-batches there are."""
-    folder = make_run(tmp_path / "run", model, RECORDS, devices=2, **sections(method, "ddp", micro_batch_size=1))
+    """Loss, stop, checksum and gradients travel in one flat tensor, however many micro-batches there are."""
+    folder = make_run(
+        tmp_path / "run", model, RECORDS, devices=2, **sections(method, "ddp", micro_batch_size=1)
+    )
     start(folder, before=count, path=str(tmp_path)).finish()
-    trained = next(row["trainable_parameters"] for row in rows(folder) if "trainable_parameters" in row)
+    trained = sum(value.size for value in weights(folder).values())
     for rank in (0, 1):
         lines = [json.loads(line) for line in (tmp_path / f"reduced-{rank}.jsonl").read_text().splitlines()]
         assert lines == [[trained + 2 + 8]] * 5
 
 
-def test_the_order_is_another_one_in_each_epoch_and_the_same_on_all_ranks(model: Path, tmp_path: Path) -> None:
+def test_the_order_is_another_one_in_each_epoch_and_the_same_on_all_ranks(
+    model: Path, tmp_path: Path
+) -> None:
     """A sampler whose epoch nobody set gave every epoch the order of the first."""
     seen: dict[int, list[list[int]]] = {}
     for devices in (1, 2):
         place = tmp_path / str(devices)
         place.mkdir()
-        options = sections(LOREFT, "ddp", max_steps=None, epochs=3.0)
+        # By length, three windows have few orders; and a cache would look at some records beforehand.
+        plain = {"group_by_length": False, "cache_frozen_prefix": "off", "reshuffle": "records"}
+        options = sections(LOREFT, "ddp", max_steps=None, epochs=3.0, **plain)
         options["strategy"] = {"devices": devices}
         folder = make_run(place / "run", model, RECORDS, devices=devices, **options)
         start(folder, before=spy, path=str(place)).finish()
@@ -137,7 +143,9 @@ def test_the_order_is_another_one_in_each_epoch_and_the_same_on_all_ranks(model:
     assert len(seen[2]) == 9
     for epoch in epochs:
         assert sorted(index for window in epoch for index in window) == list(range(22))
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert epochs[0] != epochs[1]
+    assert epochs[1] != epochs[2]
+    assert epochs[0] != epochs[2]
 
 
 def test_the_checksum_tells_values_signs_and_tensors_apart() -> None:
@@ -153,5 +161,5 @@ def test_the_checksum_tells_values_signs_and_tensors_apart() -> None:
     for world in (2, 3, 256):
         check_drift(same * world, world, 1)
         for other in (flipped, nudged):
-            with pytest.raises(NumericsError, match=f"no longer the same on all {world} ranks"):
+            with pytest.raises(NumericsError, match=f"differ between the {world} ranks"):
                 check_drift(same * (world - 1) + drift_terms(other), world, 1)

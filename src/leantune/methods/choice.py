@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Unpack
 
@@ -24,18 +24,13 @@ class AdapterSet(Attached):
 
     @contextmanager
     def edits(
-        self,
-        prompt_lengths: Tensor,
-        prompt_starts: Tensor | None = None,
-        *,
-        adapters: Sequence[str | None] | None = None,
-        **options: Unpack[EditOptions],
+        self, prompt_lengths: Tensor, prompt_starts: Tensor | None = None, **options: Unpack[EditOptions]
     ) -> Generator[None]:
-        """As `Attached.edits`; adapters: the name of each prompt's adapter, None for the base model.
+        """As `Attached.edits`; the option `adapters` chooses, and without it all prompts get the base model.
 
         Raises `ModelError` for a name that there is not.
         """
-        chosen = [None] * len(prompt_lengths) if adapters is None else list(adapters)
+        chosen = list(options.get("adapters", [None] * len(prompt_lengths)))
         unknown = sorted({name for name in chosen if name is not None} - self.adapters.keys())
         if unknown:
             raise ModelError(f"adapter {unknown[0]!r} is not loaded; there are {', '.join(self.adapters)}")

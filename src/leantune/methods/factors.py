@@ -113,6 +113,10 @@ class AttachedFactors(Attached):
         """The factors by the full name of their linear layer."""
         return {name: getattr(layer, self._slot) for name, layer in self.targets.items()}
 
+    def own(self) -> set[str]:
+        inside = tuple(f"{name}." for name in self.targets)
+        return {name for name in self.trainable() if name.startswith(inside)}
+
     def detach(self) -> None:
         """Take the factors off the model."""
         for hook in self._hooks:
@@ -130,7 +134,9 @@ class AttachedFactors(Attached):
             yield
             return
         if "rows" in options:
-            raise ModelError("adapters of linear layers are chosen per row of a batch, not per prompt in a row")
+            raise ModelError(
+                "adapters of linear layers are chosen per row of a batch, not per prompt in a row"
+            )
         for factors in self.factors().values():
             factors.acting = acting
         try:

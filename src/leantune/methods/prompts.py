@@ -1,7 +1,8 @@
-"""The prompts that the forward passes of one `edits` context work on, and which of their tokens are edited."""
+"""The prompts that forward passes inside one `edits` context work on, and which tokens are edited."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
@@ -21,7 +22,8 @@ class EditOptions(TypedDict, total=False):
     rows: int64 [P], the row of the batch that each lies in (rows that hold several records); ends: int64
     [P], the column after the last token of each record; marked: bool [B, T], tokens inside markers;
     subspaces: bool [P, r], dimensions that act; strength: a factor for all, or [P]; generation: which tokens
-    are edited; acting: bool [P], prompts that this adapter acts on.
+    are edited; acting: bool [P], prompts that this adapter acts on; adapters: of several adapters, the name
+    of each prompt's, None for the base model.
     """
 
     rows: Tensor
@@ -31,6 +33,7 @@ class EditOptions(TypedDict, total=False):
     strength: float | Tensor
     generation: Generation
     acting: Tensor
+    adapters: Sequence[str | None]
 
 
 @dataclass
@@ -59,9 +62,7 @@ class Prompts:
                 f"{self.widest}; give the lengths (and starts) of the prompts in this batch"
             )
         if "rows" not in self.options and batch % len(self.lengths):
-            raise ModelError(
-                f"a batch of {batch} sequences does not belong to {len(self.lengths)} prompts"
-            )
+            raise ModelError(f"a batch of {batch} sequences does not belong to {len(self.lengths)} prompts")
         self.shape = (batch, width)
 
     def tokens(
@@ -127,8 +128,8 @@ class Prompts:
         marked = self.options.get("marked")
         if marked is None:
             raise ModelError(
-                "method.position is markers, but `edits` was not told which tokens are marked; give `marked`, "
-                "bool [B, T]"
+                "method.position is markers, but `edits` was not told which tokens are marked; give "
+                "`marked`, bool [B, T]"
             )
         repeats = self.shape[0] // len(marked)
         flat = marked.repeat_interleave(repeats, dim=0) if repeats > 1 else marked

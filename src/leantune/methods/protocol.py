@@ -75,11 +75,11 @@ class Attached:
         return self.own() if self.always_whole else set()
 
     def frozen_blocks(self) -> int:
-        """How many leading decoder blocks compute the same whatever is trained; hooks on them do not count."""
+        """How many leading decoder blocks compute the same whatever is trained, hooks on them aside."""
         if self.embeddings is not None:
             return 0
-        blocks = list(decoder_blocks(self.model).values())
-        trained = (any(p.requires_grad for p in block.parameters()) for block in blocks)
+        blocks, own = list(decoder_blocks(self.model)), self.own()
+        trained = (any(name.startswith(f"{block}.") for name in own) for block in blocks)
         return next((index for index, found in enumerate(trained) if found), len(blocks))
 
     def edits(

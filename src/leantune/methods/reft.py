@@ -33,7 +33,7 @@ from leantune.methods.reft_places import (
 )
 from leantune.models.anatomy import component_of, decoder_blocks, text_config
 from leantune.models.source import fingerprint
-from leantune.ops.intervention import ORTHONORMAL, orthonormalise, tangent
+from leantune.ops.intervention import ORTHONORMAL, retract, tangent
 from leantune.ops.positions import Tokens
 
 __all__ = ["CONFIG_FILE", "METHODS", "AttachedReft", "attach", "settings_from"]
@@ -62,7 +62,9 @@ class AttachedReft(Attached):
     edits_states = True
     always_whole = True  # columns are orthonormal to 1e-6, which neither rows nor 16 bits can express
 
-    def __init__(self, method: str, model: nn.Module, placed: Sequence[_Placed], settings: dict[str, Any]) -> None:
+    def __init__(
+        self, method: str, model: nn.Module, placed: Sequence[_Placed], settings: dict[str, Any]
+    ) -> None:
         super().__init__(method, model)
         self.embeddings = TrainedEmbeddings(model) if settings["train_embeddings"] else None
         self.settings = settings
@@ -70,6 +72,7 @@ class AttachedReft(Attached):
         self._placed = {item.place.name: item for item in placed}
         self._subspaces = self._read_subspaces()
         self._prompts: Prompts | None = None
+        self._frames: dict[torch.Size, Tensor] = {}  # between `before_step` and `after_step`
         self._enabled = True
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
         self._hook_components()
@@ -87,13 +90,15 @@ class AttachedReft(Attached):
 
     def num_edited(self, prompt_length: int) -> int | None:
         """Of the places together; None where it depends on more than the length."""
-        if self.settings["generation"] != "prompt" or any(i.place.positions.markers for i in self._placed.values()):
+        if self.settings["generation"] != "prompt" or any(
+            i.place.positions.markers for i in self._placed.values()
+        ):
             return None
         prompts = Prompts(torch.tensor([prompt_length]), torch.tensor([0]), {})
         prompts.enter(1, prompt_length + 1, decoding=False)
         cpu = torch.device("cpu")
         found = [self._tokens(prompts, item.place, cpu).flat for item in self._placed.values()]
-        return len(torch.cat(found).unique())
+        return int(torch.count_nonzero(torch.bincount(torch.cat(found))))
 
     def frozen_blocks(self) -> int:
         if self.embeddings is not None:
@@ -123,7 +128,7 @@ class AttachedReft(Attached):
     def subspace_mask(self, names: Sequence[str | int]) -> Tensor:
         """The dimensions that act if these subspaces are chosen, bool [largest rank].
 
-        Names are those of `method.subspaces`, numbers are dimensions. Raises `ModelError` for one that there is not.
+        Names are those of `method.subspaces`, numbers are dimensions. Raises `ModelError` for an unknown one.
         """
         try:
             return torch.tensor(self._subspaces.mask(names))
@@ -155,8 +160,7 @@ class AttachedReft(Attached):
         """With a filled KV cache the prompts went through before; only new tokens come in."""
         if self._prompts is None:
             return
-        first = _given(kwargs, "input_ids", "inputs_embeds")
-        first = args[0] if first is None and args else first
+        first: Any = args[0] if args else _given(kwargs, "input_ids", "inputs_embeds")
         cache = _given(kwargs, "cache", "past_key_values")  # transformers renamed it
         filled = hasattr(cache, "get_seq_length") and int(cache.get_seq_length()) > 0
         self._prompts.enter(int(first.shape[0]), int(first.shape[1]), filled)
@@ -225,24 +229,27 @@ class AttachedReft(Attached):
 
     @torch.no_grad()
     def before_step(self) -> None:
-        for rotations in self._rotations():
+        for shape, rotations in self._rotations().items():
             gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in rotations]
-            projected = tangent(torch.stack(gradients), torch.stack(rotations))
+            self._frames[shape] = torch.stack(rotations)
+            projected = tangent(torch.stack(gradients), self._frames[shape])
             for parameter, gradient in zip(rotations, projected, strict=True):
                 parameter.grad = gradient
 
     @torch.no_grad()
     def after_step(self) -> None:
-        for rotations in self._rotations():
-            for parameter, frame in zip(rotations, orthonormalise(torch.stack(rotations)), strict=True):
+        for shape, rotations in self._rotations().items():
+            moved = torch.stack(rotations)
+            frames = retract(self._frames.pop(shape, moved), moved)
+            for parameter, frame in zip(rotations, frames, strict=True):
                 parameter.copy_(frame)
 
-    def _rotations(self) -> list[list[Tensor]]:
-        """All orthonormal factors; those of one shape are worked on at once."""
+    def _rotations(self) -> dict[torch.Size, list[Tensor]]:
+        """All orthonormal factors by shape; those of one shape are worked on at once."""
         groups: dict[torch.Size, list[Tensor]] = {}
         for module in self.interventions().values() if self.name in ORTHONORMAL else ():
             groups.setdefault(module.rotation.shape, []).append(module.rotation)
-        return list(groups.values())
+        return groups
 
     def describe(self) -> list[str]:
         lines: dict[tuple[Any, ...], set[int]] = {}
@@ -252,7 +259,11 @@ class AttachedReft(Attached):
         count = len(decoder_blocks(self.model))
         described = [
             f"{LABELS[self.name]} rank {rank}, position {position} ({kind}), at {component} of "
-            + (f"all {count} blocks" if len(layers) == count else f"blocks {', '.join(map(str, sorted(layers)))}")
+            + (
+                f"all {count} blocks"
+                if len(layers) == count
+                else f"blocks {', '.join(map(str, sorted(layers)))}"
+            )
             for (rank, position, kind, component), layers in lines.items()
         ]
         return [*described, self.embeddings.describe()] if self.embeddings else described
@@ -337,4 +348,3 @@ def attach(
         "train_embeddings": train_embeddings,
     }
     return AttachedReft(method, model, placed, settings)
-

@@ -99,7 +99,7 @@ def _at_layer(layer: int, group: Mapping[str, Any]) -> list[Place]:
         raise ModelError(
             f"method.tied: position {position} has no first and last tokens to tell apart; use tied: true"
         )
-    parts: Sequence[Any] = ("both",) if group["tied"] else positions.parts
+    parts: Sequence[Part] = ("both",) if group["tied"] else positions.parts
     return [Place(layer, group["component"], part, group["rank"], position) for part in parts]
 
 
@@ -169,6 +169,10 @@ def current_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     def current(name: str) -> str:
         parts = name.split(".")
-        return ".".join([parts[0], "block_output", *parts[1:]]) if len(parts) == 3 and parts[0].isdigit() else name
+        return (
+            ".".join([parts[0], "block_output", *parts[1:]])
+            if len(parts) == 3 and parts[0].isdigit()
+            else name
+        )
 
     return {current(name): tensor for name, tensor in tensors.items()}

@@ -14,8 +14,10 @@ from leantune.errors import ModelError
 from leantune.methods.protocol import Attached
 from leantune.methods.together import TOGETHER, join
 
-_NOT_METHODS = {"choice", "embeddings", "factors", "interventions", "prompts", "protocol", "registry"}
-_NOT_METHODS |= {"reft_places", "together"}
+_NOT_METHODS = {
+    *("choice", "embeddings", "factors", "interventions", "prompts", "protocol", "reft_places", "registry"),
+    "together",
+}
 # Parts of a run that save files like a method, but are none.
 _PARTS = {"head"}
 

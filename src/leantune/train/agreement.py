@@ -84,9 +84,9 @@ def check_drift(summed: Tensor, world_size: int, step: int) -> None:
     checksum, squares = summed.double().chunk(2)
     if not torch.equal(world_size * squares, checksum.square()):
         raise NumericsError(
-            f"step {step}: the trained parameters are no longer the same on all {world_size} ranks. Nothing "
-            "was updated in this step. Resume from the last checkpoint; if it happens again, look for a device "
-            "that computes wrongly, or for code that changes parameters on one rank"
+            f"step {step}: the trained parameters differ between the {world_size} ranks. Nothing was updated in "
+            "this step. Resume from the last checkpoint; if it happens again, look for a device that computes "
+            "wrongly, or for code that changes parameters on one rank"
         )
 
 
