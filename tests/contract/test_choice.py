@@ -162,7 +162,7 @@ def test_what_cannot_be_chosen_is_refused(folders: dict[str, Path], tmp_path: Pa
     attached = attach("lora", lively(tiny_model()), {"train_embeddings": True}, seed=0)
     save_trained(attached, tmp_path / "rows", tiny_tokenizer(vocab_size=320), "base", None)
     with pytest.raises(
-        CheckpointError, match="has trained embeddings, which all adapters of one model would share"
+        CheckpointError, match="has trained embeddings, which all adapters of a model would share"
     ):
         load_adapters(lively(tiny_model()), {**folders, "rows": tmp_path / "rows"})
 

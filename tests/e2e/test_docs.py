@@ -23,6 +23,8 @@ PAGES = [
     ROOT / "docs" / "objectives.md",
     ROOT / "docs" / "serving.md",
     ROOT / "docs" / "reft.md",
+    ROOT / "docs" / "reft-results.md",
+    ROOT / "recipes" / "reft" / "README.md",
     ROOT / "examples" / "alpaca" / "README.md",
 ]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

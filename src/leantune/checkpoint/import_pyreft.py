@@ -76,6 +76,7 @@ def import_pyreft(
         Place(item.layer, item.component, part, sizes_of(own)[1], told.position)
         for item, own, part in zip(found, parameters, parts, strict=True)
     ]
+    _check_ranks(places)
     tensors = {
         f"{place.name}.{name}": tensor
         for place, own in zip(places, parameters, strict=True)
@@ -132,7 +133,8 @@ def _noted(folder: Path, saved: Mapping[str, Any] | None) -> Noted:
         return Noted({}, {})
     try:
         noted = Noted(dict(value["config"]), dict(value["metadata"]))
-    except (KeyError, TypeError, ValueError) as error:
+        settings_from(noted.config)
+    except (CheckpointError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: {OWN} in config.json is not as an export writes it") from error
     settings_from(noted.config)
     return noted
@@ -208,6 +210,17 @@ def _parts(found: Sequence[Found], position: str) -> list[Part]:
         parts.append("both" if counts[at] == 1 else "last" if at in seen else "first")
         seen.add(at)
     return parts
+
+
+def _check_ranks(places: Sequence[Place]) -> None:
+    """The interventions for both ends of the prompt have one rank here."""
+    ranks: dict[tuple[int, str], int] = {}
+    for place in places:
+        if ranks.setdefault((place.layer, place.component), place.rank) != place.rank:
+            raise CheckpointError(
+                f"{place.component} of layer {place.layer}: the interventions for first and last tokens have "
+                "other ranks, which untied interventions cannot have here"
+            )
 
 
 def _noted_parts(folder: Path, found: Sequence[Found], noted: Mapping[str, Any]) -> list[Part]:

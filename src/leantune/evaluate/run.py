@@ -239,7 +239,8 @@ def encoding_rules(
 def _mask_of(trained: Trained, columns: Mapping[str, str] | None) -> MaskOf | None:
     """What the field `subspaces` of a record means, if it counted in training or is mapped here."""
     counted = trained.config is not None and chosen_subspaces(trained.config) is not None
-    if not (counted and trained.attached.edits_states) and "subspaces" not in (columns or {}):
+    counted = (counted and trained.attached.edits_states) or trained.attached.names_subspaces
+    if not counted and "subspaces" not in (columns or {}):
         return None
     return lambda choice: trained.attached.subspace_mask(choice).tolist()
 

@@ -10,7 +10,7 @@ from leantune.generate.sampling import Sampling
 
 def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """A token id drawn as `sampling` says (temperature, then top_k, then top_p); logits: fp32 [V]."""
-    scores = logits_V / sampling.temperature
+    scores = (logits_V - logits_V.max()) / sampling.temperature  # the least temperature overflows nothing
     if 0 < sampling.top_k < len(scores):
         least = scores.topk(sampling.top_k).values[-1]
         scores = scores.masked_fill(scores < least, float("-inf"))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -12,7 +11,10 @@ from torch import Tensor, nn
 
 from leantune.config.subspaces import Choice, read_choice
 from leantune.errors import ConfigError, ModelError
+from leantune.methods.choice import AdapterSet
 from leantune.methods.protocol import Attached
+
+_STRONGEST = 100
 
 EditedTokens = Literal["prompt", "all", "new"]
 
@@ -20,10 +22,13 @@ EditedTokens = Literal["prompt", "all", "new"]
 class Asked(Protocol):
     """What is asked for one prompt; None: as it was trained.
 
-    strength: what interventions add is multiplied by it; subspaces: bool [rank], the dimensions that act;
-    generation: which tokens are edited, the same for all prompts of a batch.
+    adapter: the one that acts, of several; strength: what interventions add is multiplied by it;
+    subspaces: bool [rank], the dimensions that act; generation: which tokens are edited, the same for all
+    prompts of a batch.
     """
 
+    @property
+    def adapter(self) -> str | None: ...
     @property
     def strength(self) -> float | None: ...
     @property
@@ -38,6 +43,7 @@ class AskedOf(NamedTuple):
     strength: float | None = None
     subspaces: Tensor | None = None
     generation: EditedTokens | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,20 +52,23 @@ class EditSettings:
 
     strength: what they add is multiplied by it (0: the untouched model); subspaces: names of
     `method.subspaces` and dimensions that act alone, as a list or as text with commas; generation: the
-    tokens that are edited: prompt (at its positions), all (also every token after it), new (those alone).
+    tokens that are edited: prompt (at its positions), all (also every token after it), new (those alone);
+    adapter: of a model with several adapters (`checkpoint.adapter.load_adapters`) the one that acts.
     Raises `ConfigError` for a value that cannot be obeyed.
     """
 
     strength: float = 1.0
     subspaces: Choice | None = None
     generation: EditedTokens | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         problems = list[str]()
         number = isinstance(self.strength, int | float) and not isinstance(self.strength, bool)
-        if not number or not math.isfinite(self.strength):
+        if not number or not abs(self.strength) <= _STRONGEST:
             problems.append(
-                f"strength: {self.strength!r} is not a number; 1 is as trained, 0 the untouched model"
+                f"strength: {self.strength!r} is not a number from -{_STRONGEST} to {_STRONGEST}; 1 is as "
+                "trained, 0 the untouched model"
             )
         if self.generation not in (None, "prompt", "all", "new"):
             problems.append(f"generation: {self.generation!r} is none of prompt, all, new")
@@ -73,8 +82,12 @@ class EditSettings:
 
     def of(self, attached: Attached) -> AskedOf:
         """The same for one model; raises `ModelError` for what it cannot obey."""
+        if self.adapter is not None:
+            return (
+                replace(self, adapter=None).of(_chosen(attached, self.adapter))._replace(adapter=self.adapter)
+            )
         own = AskedOf(None if self.strength == 1 else self.strength, None, self.generation)
-        asked = own._asdict() | {"subspaces": self.subspaces}
+        asked = {"strength": own.strength, "generation": own.generation, "subspaces": self.subspaces}
         keys = [key for key, value in asked.items() if value is not None]
         if keys and not attached.edits_states:
             raise ModelError(
@@ -88,12 +101,24 @@ class EditSettings:
 AS_TRAINED = EditSettings()
 
 
+def _chosen(attached: Attached, name: str) -> Attached:
+    """One of several adapters."""
+    adapters = attached.adapters if isinstance(attached, AdapterSet) else {}
+    if name not in adapters:
+        raise ModelError(
+            f"adapter {name!r} is not loaded; there are: {', '.join(adapters) or 'none to choose'}"
+        )
+    return adapters[name]
+
+
 def edit_options(prompts: Sequence[Asked], device: torch.device) -> dict[str, Any]:
-    """What `Attached.edits` is told of these prompts, besides their lengths and which adapter acts.
+    """What `Attached.edits` is told of these prompts, besides their lengths.
 
     Only what a prompt asks for is told; those that do not ask have it as it was trained.
     """
     options: dict[str, Any] = {}
+    if any(prompt.adapter is not None for prompt in prompts):
+        options["adapters"] = [prompt.adapter for prompt in prompts]
     if any(prompt.strength is not None for prompt in prompts):
         factors = [1.0 if prompt.strength is None else prompt.strength for prompt in prompts]
         options["strength"] = torch.tensor(factors, device=device)

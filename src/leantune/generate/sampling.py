@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from leantune.errors import ConfigError
 
+_COLDEST = 1e-4  # below it is greedy decoding with a risk of overflow
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -54,7 +56,11 @@ class Sampling:
     def _range_problems(self) -> list[str]:
         checks = [
             (self.max_new_tokens >= 1, "max_new_tokens", "at least 1"),
-            (0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or a positive number"),
+            (
+                self.temperature == 0 or _COLDEST <= self.temperature < float("inf"),
+                "temperature",
+                f"0 (greedy), or {_COLDEST} and more",
+            ),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 keeps every token)"),
             (self.top_k >= 0, "top_k", "0 (keep every token) or more"),
             (self.num_beams >= 1, "num_beams", "at least 1"),

@@ -26,11 +26,10 @@ class AdapterSet(Attached):
     def edits(
         self, prompt_lengths: Tensor, prompt_starts: Tensor | None = None, **options: Unpack[EditOptions]
     ) -> Generator[None]:
-        """As `Attached.edits`; the option `adapters` chooses, and without it all prompts get the base model.
-
-        Raises `ModelError` for a name that there is not.
-        """
-        chosen = list(options.get("adapters", [None] * len(prompt_lengths)))
+        """As `Attached.edits`, with the option `adapters`; `ModelError` without it or for an unknown one."""
+        if "adapters" not in options:
+            raise ModelError(f"choose an adapter for each prompt: {', '.join(self.adapters)}, or None")
+        chosen = list(options["adapters"])
         unknown = sorted({name for name in chosen if name is not None} - self.adapters.keys())
         if unknown:
             raise ModelError(f"adapter {unknown[0]!r} is not loaded; there are {', '.join(self.adapters)}")

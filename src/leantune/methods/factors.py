@@ -137,24 +137,26 @@ class AttachedFactors(Attached):
             raise ModelError(
                 "adapters of linear layers are chosen per row of a batch, not per prompt in a row"
             )
-        for factors in self.factors().values():
-            factors.acting = acting
-        try:
+        with self._each("acting", acting):
             yield
-        finally:
-            for factors in self.factors().values():
-                factors.acting = None
 
     @contextmanager
     def disabled(self) -> Generator[None]:
         self.refuse_if_changed()
-        for factors in self.factors().values():
-            factors.enabled = False
+        with self._each("enabled", False):
+            yield
+
+    @contextmanager
+    def _each(self, attribute: str, value: Any) -> Generator[None]:
+        """An attribute of all factors has this value inside, and the one that it had again afterwards."""
+        outer = [(factors, getattr(factors, attribute)) for factors in self.factors().values()]
+        for factors, _ in outer:
+            setattr(factors, attribute, value)
         try:
             yield
         finally:
-            for factors in self.factors().values():
-                factors.enabled = True
+            for factors, before in outer:
+                setattr(factors, attribute, before)
 
     def describe(self) -> list[str]:
         line = f"{self._label} on {len(self.targets)} linear layers: {summarise_names(self.targets)}"

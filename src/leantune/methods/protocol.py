@@ -45,6 +45,8 @@ class Attached:
     always_whole = False
     # Whether it edits hidden states, so that strength, subspaces and generation of `edits` mean something.
     edits_states = False
+    # Whether dimensions of its subspace have names, so that the field `subspaces` of records counts.
+    names_subspaces = False
     # The strings between which prompts are edited, if a position is `markers`.
     markers: tuple[str, str] | None = None
     # The embeddings of the model, if they are trained too.

@@ -8,6 +8,7 @@ step: no d × d tensor exists, and a forward pass uses R as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Unpack, cast
@@ -68,6 +69,7 @@ class AttachedReft(Attached):
         super().__init__(method, model)
         self.embeddings = TrainedEmbeddings(model) if settings["train_embeddings"] else None
         self.settings = settings
+        self.names_subspaces = bool(settings["subspaces"])
         self.markers = tuple(settings["markers"]) if settings["markers"] else None
         self._placed = {item.place.name: item for item in placed}
         self._subspaces = self._read_subspaces()
@@ -119,11 +121,11 @@ class AttachedReft(Attached):
     @contextmanager
     def disabled(self) -> Generator[None]:
         self.refuse_if_changed()
-        self._enabled = False
+        outer, self._enabled = self._enabled, False
         try:
             yield
         finally:
-            self._enabled = True
+            self._enabled = outer
 
     def subspace_mask(self, names: Sequence[str | int]) -> Tensor:
         """The dimensions that act if these subspaces are chosen, bool [largest rank].
@@ -192,8 +194,13 @@ class AttachedReft(Attached):
                 "this model has ReFT interventions and does not know which prompt tokens to edit; call it "
                 "inside `edits(prompt_lengths)`, or inside `disabled()` for the base model"
             )
-        if prompts.shape is None:  # a part of the model was called by itself
+        if hidden.ndim == 3 and prompts.shape != hidden.shape[:2]:  # a part of the model was called by itself
             prompts.enter(int(hidden.shape[0]), int(hidden.shape[1]), decoding=False)
+        elif prompts.shape is None or hidden.shape[:-1].numel() != math.prod(prompts.shape):
+            raise ModelError(
+                f"hidden states of shape {tuple(hidden.shape)} do not show which token is which; call the "
+                "whole model, or edit block_output"
+            )
         edited = hidden
         with torch.autocast(hidden.device.type, enabled=False):
             for place, module in items:

@@ -133,7 +133,7 @@ def settings_from(config: Mapping[str, Any]) -> dict[str, Any]:
             f"version {FORMAT_VERSION}"
         )
     needed = ("rank", "layers", "position", "tied") if version == 1 else ("method", "interventions")
-    absent = [key for key in needed if key not in config]
+    absent = [key for key in needed if config.get(key) in (None, [])]
     if absent:
         raise CheckpointError(f"reft_config.json: {absent[0]} is missing; it is no complete adapter")
     shared = {key: config.get(key, default) for key, default in _SHARED.items()}

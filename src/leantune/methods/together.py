@@ -21,6 +21,7 @@ class AttachedTogether(Attached):
         super().__init__("+".join(part.name for part in parts), parts[0].model)
         self._parts = list(parts)
         self.edits_states = any(part.edits_states for part in parts)
+        self.names_subspaces = any(part.names_subspaces for part in parts)
         self.markers = next((part.markers for part in parts if part.markers is not None), None)
         self.embeddings = next((p.embeddings for p in parts if p.embeddings is not None), None)
 
@@ -56,8 +57,7 @@ class AttachedTogether(Attached):
         return self._with_positions().subspace_mask(names)
 
     def num_edited(self, prompt_length: int) -> int | None:
-        counts = [part.num_edited(prompt_length) for part in self._parts]
-        return None if None in counts else max(count or 0 for count in counts)
+        return self._with_positions().num_edited(prompt_length)
 
     def row_norm_targets(self) -> Mapping[str, nn.Module]:
         return {name: module for part in self._parts for name, module in part.row_norm_targets().items()}

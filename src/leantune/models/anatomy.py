@@ -155,9 +155,13 @@ def component_of(block: nn.Module, component: str, hidden_size: int) -> tuple[nn
     """The module of a decoder block at which hidden states are read, and their dimension.
 
     block_input and block_output are those of the block itself; attention_output and mlp_output are what
-    attention and MLP add to the residual stream; mlp_activation is the output of the activation function
-    inside the MLP. Raises `ModelError` if the block has no such module, or several.
+    attention and MLP put out, before a norm that may follow; mlp_activation is the output of the
+    activation function inside the MLP. Raises `ModelError` if the block has no such module, or several.
     """
+    if component not in COMPONENTS:
+        raise ModelError(
+            f"method.component: {component!r} is unknown; expected one of {', '.join(COMPONENTS)}"
+        )
     if component in ("block_output", "block_input"):
         return block, hidden_size
     if component == "attention_output":

@@ -16,11 +16,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from leantune.errors import LeantuneError
 from leantune.serve.answering import Answering
+from leantune.serve.body_limit import BodyLimit
 from leantune.serve.engine import Engine
 from leantune.serve.errors import RequestError
 from leantune.serve.replies import DONE, ChatReply, Reply, TextReply, event
 from leantune.serve.rows import row_of
 from leantune.serve.schema import ChatRequest, CompletionRequest
+
+_MOST_BYTES = 8 * 2**20  # of a request's body: more than the longest context
 
 
 def make_app(engine: Engine) -> FastAPI:
@@ -33,6 +36,7 @@ def make_app(engine: Engine) -> FastAPI:
         await asyncio.to_thread(engine.close)
 
     app = FastAPI(title="leantune", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(BodyLimit, most_bytes=_MOST_BYTES)
     app.add_exception_handler(LeantuneError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _unknown)
@@ -64,7 +68,8 @@ def make_app(engine: Engine) -> FastAPI:
 async def _answer(
     engine: Engine, body: ChatRequest | CompletionRequest, client: HttpRequest, kind: type[Reply]
 ) -> Response:
-    row = row_of(engine.served, body, engine.limits.max_new_tokens)
+    # Tokenising a long prompt must not hold up the others.
+    row = await asyncio.to_thread(row_of, engine.served, body, engine.limits.max_new_tokens)
     reply = kind(body.model, len(row.tokens), body.includes_usage)
     answering = Answering(engine, row, client)
     if body.stream:

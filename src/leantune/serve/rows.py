@@ -10,6 +10,8 @@ from leantune.serve.errors import RequestError
 from leantune.serve.models import Served, ServedModel
 from leantune.serve.schema import ChatRequest, CompletionRequest, Request
 
+_LONGEST_ANSWER = 32_768  # tokens, of models that do not say how many positions they have
+
 
 def row_of(served: Served, request: ChatRequest | CompletionRequest, max_new_tokens: int) -> Row:
     """The row of a request; `max_new_tokens` holds if it does not say how long the answer may be.
@@ -27,6 +29,10 @@ def row_of(served: Served, request: ChatRequest | CompletionRequest, max_new_tok
     limit = max_positions(served.model)
     if limit is not None:
         max_new_tokens = min(max_new_tokens, limit - len(encoded.ids))
+    elif request.asked_tokens is not None and request.asked_tokens > _LONGEST_ANSWER:
+        raise RequestError(
+            f"max_tokens: {request.asked_tokens} is more than {_LONGEST_ANSWER}", param="max_tokens"
+        )
     strength = 1.0 if request.strength is None else request.strength
     asked = EditSettings(strength, _choice(request), request.generation).of(model.attached)
     return Row(
@@ -34,9 +40,8 @@ def row_of(served: Served, request: ChatRequest | CompletionRequest, max_new_tok
         request.sampling(request.asked_tokens or max_new_tokens),
         served.stop_token_ids(model),
         request.stop_strings,
-        adapter=model.adapter,
         marked=encoded.marked,
-        **asked._asdict(),
+        **asked._replace(adapter=model.adapter)._asdict(),
     )
 
 

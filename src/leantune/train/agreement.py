@@ -84,9 +84,9 @@ def check_drift(summed: Tensor, world_size: int, step: int) -> None:
     checksum, squares = summed.double().chunk(2)
     if not torch.equal(world_size * squares, checksum.square()):
         raise NumericsError(
-            f"step {step}: the trained parameters differ between the {world_size} ranks. Nothing was updated in "
-            "this step. Resume from the last checkpoint; if it happens again, look for a device that computes "
-            "wrongly, or for code that changes parameters on one rank"
+            f"step {step}: the trained parameters differ between the {world_size} ranks. Nothing was updated "
+            "in this step. Resume from the last checkpoint; if it happens again, look for a device that "
+            "computes wrongly, or for code that changes parameters on one rank"
         )
 
 
@@ -102,7 +102,7 @@ def records_digest(records: EncodedRecords | None) -> str | None:
     if records is None:
         return None
     digest = hashlib.sha256()
-    arrays = (records.tokens, records.supervised, records.offsets, records.prompt_lengths, records.targets)
-    for array in arrays:
-        digest.update(b"" if array is None else array.tobytes())
+    always = (records.tokens, records.supervised, records.offsets, records.prompt_lengths, records.sample_ids)
+    for array in (*always, records.targets, records.marked, records.subspaces):
+        digest.update(b"absent" if array is None else array.tobytes())
     return digest.hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -95,7 +96,7 @@ def check_positions(attached: Attached, records: EncodedRecords) -> None:
             f"method {attached.name} edits what stands between {opening!r} and {closing!r} (data.markers), "
             "but no record has such a span in its prompt; mark some, or choose another method.position"
         )
-    edited = [attached.num_edited(int(length)) for length in records.prompt_lengths]
+    edited = [attached.num_edited(int(length)) for length in np.unique(records.prompt_lengths)]
     if edited and None not in edited and not any(edited):
         raise DataError(
             f"method {attached.name} edits prompt tokens, but no record has a prompt of two tokens or more "

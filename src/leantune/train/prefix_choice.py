@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import shutil
+from importlib import metadata
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -47,7 +50,8 @@ def choose_reshuffle(
     """What each epoch draws anew. `auto` does not ask whether the prefix is kept: both are the same run."""
     if train.reshuffle != "auto":
         return train.reshuffle
-    return "windows" if _has_epochs(plan) and _is_large(attached) else "records"
+    fixed = _has_epochs(plan) and _is_large(attached) and _unfit(attached) is None
+    return "windows" if fixed else "records"
 
 
 def check_prefix(train: TrainSection, attached: Attached) -> None:
@@ -210,11 +214,16 @@ def _open_store(run: Run, config: RunConfig, folder: RunFolder, limit: int) -> S
     if config.train.cache_frozen_prefix != "disk":
         return MemoryStore(limit)
     key = _key(run, config)
+    place = _folder_of_machine(run, folder) / key
     if run.world.local_rank == 0:
-        prepare_folder(folder.prefix, key)
+        prepare_folder(place.parent, key)
     barrier()
-    place = folder.prefix / key
     return DiskStore(place, key, limit, used_bytes(place) // _ranks_on_node(config))
+
+
+def _folder_of_machine(run: Run, folder: RunFolder) -> Path:
+    """Where the ranks of this machine keep files; machines that share the run folder have one each."""
+    return folder.prefix / f"from-rank-{run.world.rank - run.world.local_rank}"
 
 
 def _key(run: Run, config: RunConfig) -> str:
@@ -232,7 +241,9 @@ def _key(run: Run, config: RunConfig) -> str:
         "order": [settings.seed, settings.group_by_length, settings.reshuffle],
         "precision": settings.precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads(),
-        "versions": [torch.__version__, transformers.__version__],
+        "machine": [platform.processor(), torch.get_float32_matmul_precision()],
+        "strategy": config.strategy.name,
+        "versions": [torch.__version__, transformers.__version__, metadata.version("leantune")],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

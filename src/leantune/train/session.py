@@ -19,7 +19,7 @@ from leantune.models.source import resolve_model
 from leantune.models.vocabulary import load_vocabulary
 from leantune.strategies.failure import in_worker, worker_errors
 from leantune.strategies.launch import check_launch, launch
-from leantune.strategies.process import World, gather_objects, join, leave, place_on_node
+from leantune.strategies.process import World, barrier, gather_objects, join, leave, place_on_node
 from leantune.strategies.stop import StopRequest
 from leantune.train.agreement import check_agreement
 from leantune.train.assemble import assemble, device_kind
@@ -193,6 +193,8 @@ def _opening(run: Run, state: TrainState, checkpoint: Path | None) -> list[str]:
         *run.description,
         f"trained parameters: {trained:,} of {total:,} ({100 * trained / total:.4f} %)",
     ]
+    if run.settings.reshuffle == "windows":
+        lines.append("epochs shuffle the order of the steps, whose records stay together (train.reshuffle)")
     if checkpoint is not None:
         lines.append(f"continuing after step {state.step} from {checkpoint}")
     return lines
@@ -250,9 +252,10 @@ def _finish(
         growth=run.base.growth,
         writes=run.world.is_main,
     )
-    if run.world.local_rank == 0 and folder.prefix.exists():
-        remove_folder(folder.prefix)
+    barrier()  # no rank of any machine reads kept files any more
     if run.world.is_main:
+        if folder.prefix.exists():
+            remove_folder(folder.prefix)
         run.events.message(line)
         write_result(folder, result)
     return result
