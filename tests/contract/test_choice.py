@@ -13,11 +13,13 @@ from leantune.bases import load_base
 from leantune.checkpoint.adapter import load_adapter, load_adapters, save_trained
 from leantune.errors import CheckpointError, ModelError
 from leantune.generate.decode import Sampling, generate
+from leantune.generate.edits import EditSettings
 from leantune.methods import Attached, attach
 from leantune.methods.choice import AdapterSet
 from leantune.models.source import load_tokenizer, resolve_model
 from tests.batches import gradients, lively, logits_of, shake, small_batch
 from tests.fixtures import tiny_tokenizer
+from tests.methods import attached_to
 from tests.models import save_tiny, tiny_model
 
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,7 +82,9 @@ def test_each_row_of_a_batch_is_that_adapter_alone(folders: dict[str, Path]) -> 
     changed = ((found - plain).abs() > 1e-3).flatten(1).any(1).tolist()
     # The prompt of one token has no ends to edit, so this is a row that its adapter leaves alone.
     assert changed == [name is not None for name in CHOICE]
-    with torch.no_grad(), adapters.edits(LENGTHS):  # nobody has chosen: the base
+    with pytest.raises(ModelError, match="choose an adapter"), adapters.edits(LENGTHS):
+        pass
+    with torch.no_grad(), adapters.edits(LENGTHS, adapters=[None] * len(LENGTHS)):
         assert torch.equal(adapters.model(input_ids=TEXTS, use_cache=False).logits, plain)
 
 
@@ -99,27 +103,19 @@ def test_answers_of_a_mixed_batch_are_those_of_each_adapter_alone(
         "of them all",
     ]
     names = ["all", None, "ends", "dora", "mlp", "both"]
-    lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    assert len(set(lengths)) == len(prompts)
     adapters = load_adapters(lively(tiny_model()), folders)
-    chooser = _ByLength(adapters, dict(zip(lengths, names, strict=True)))
-    together = generate(adapters.model, tokenizer, prompts, sampling, attached=chooser)
+    together = generate(
+        adapters.model,
+        tokenizer,
+        prompts,
+        sampling,
+        attached=adapters,
+        edits=[EditSettings(adapter=name) for name in names],
+    )
     for prompt, name, answer in zip(prompts, names, together, strict=True):
         model: Any = lively(tiny_model())
         attached = load_adapter(model, folders[name]) if name else None
         assert generate(model, tokenizer, [prompt], sampling, attached=attached) == [answer], name
-
-
-class _ByLength(Attached):
-    """An adapter set that chooses by the length of a prompt, in any order and with any number of beams."""
-
-    def __init__(self, adapters: AdapterSet, names: dict[int, str | None]) -> None:
-        super().__init__("chosen", adapters.model)
-        self._adapters, self._names = adapters, names
-
-    def edits(self, prompt_lengths: Tensor, prompt_starts: Tensor | None = None, **options: Any) -> Any:
-        names = [self._names[length] for length in prompt_lengths.tolist()]
-        return self._adapters.edits(prompt_lengths, prompt_starts, adapters=names, **options)
 
 
 @pytest.mark.parametrize("base", ["nf4", "hqq"])
@@ -324,3 +320,23 @@ def _logits(attached: Attached, **options: Any) -> Tensor:
     model: Any = attached.model.eval()
     with attached.edits(batch.prompt_lengths, **options):
         return model(input_ids=batch.input_ids, use_cache=False).logits.flatten(0, 1)[batch.label_index]
+
+
+def test_an_adapter_that_is_not_there_is_named(folders: dict[str, Path]) -> None:
+    adapters = load_adapters(tiny_model(), {"all": folders["all"]})
+    with pytest.raises(ModelError, match="'missing' is not loaded; there are: all"):
+        EditSettings(adapter="missing").of(adapters)
+    assert EditSettings(adapter="all").of(adapters).adapter == "all"
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "loreft"])
+def test_switching_off_inside_off_leaves_it_off(method: str) -> None:
+    """The inner context used to switch the adapter on again when it ended."""
+    attached = attached_to(method)
+    shake(attached)
+    tokens = torch.randint(3, 300, (1, 6), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), attached.disabled():
+        plain = attached.model(input_ids=tokens, use_cache=False).logits
+        with attached.disabled():
+            pass
+        assert torch.equal(attached.model(input_ids=tokens, use_cache=False).logits, plain)

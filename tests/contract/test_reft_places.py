@@ -342,3 +342,24 @@ def test_prompts_that_are_not_in_the_batch_are_refused() -> None:
         watched.run([6, 9, 13, 1])
     with pytest.raises(ModelError, match="a batch of 4 sequences does not belong to 3 prompts"):
         watched.run([6, 9, 3])
+
+
+def test_a_part_that_is_called_alone_with_another_width_is_edited_at_its_own_tokens() -> None:
+    """Flat positions of the first width used to be read with the second one."""
+    attached = attach("loreft", tiny_model(), {"rank": 2, "layers": [0], "position": "l1"}, seed=0)
+    model: Any = attached.model
+    seen: list[Tensor] = []
+    decoder_blocks(model)["model.layers.0"].register_forward_hook(lambda _m, _a, out: seen.append(out))
+    tokens = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), attached.edits(torch.tensor([6, 6])):
+        model.model(tokens[:, :6])
+        model.model(tokens)
+        with attached.disabled():
+            model.model(tokens)
+    assert (seen[1] != seen[2]).any(-1).nonzero().tolist() == [[0, 5], [1, 5]]
+
+
+def test_a_component_that_there_is_not_is_refused() -> None:
+    """A misspelt one used to mean the last of them."""
+    with pytest.raises(ModelError, match="'blok_output' is unknown; expected one of block_output"):
+        attach("loreft", tiny_model(), {"component": "blok_output"}, seed=0)

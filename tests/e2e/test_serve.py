@@ -300,3 +300,12 @@ def test_the_command_serves_until_ctrl_c(runs: dict[str, str]) -> None:
         process.kill()
         process.wait()
     assert (process.returncode, out, err) == (0, "stopped\n", "")
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_is_read_whole(served: Served) -> None:
+    with serving(served) as address, closing(httpx.Client()) as client:
+        body = {"model": "base", "messages": [{"role": "user", "content": "a" * (9 * 2**20)}]}
+        reply = client.post(f"{address}/v1/chat/completions", json=body)
+        assert reply.status_code == 413
+        assert "longer than" in reply.json()["error"]["message"]
+        assert client.get(f"{address}/health").status_code == 200

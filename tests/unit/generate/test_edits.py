@@ -220,3 +220,9 @@ def test_settings_for_each_prompt_must_be_as_many_and_of_one_generation(tokenize
     mixed = [EditSettings(generation="all"), *[EditSettings()] * 3]
     with pytest.raises(ConfigError, match="with the same generation"):
         ask(edited(), tokenizer, mixed)
+
+
+@pytest.mark.parametrize("strength", [1e39, -101, float("nan"), True, "1"])
+def test_a_strength_that_no_state_survives_is_refused(strength: Any) -> None:
+    with pytest.raises(ConfigError, match="strength"):
+        EditSettings(strength)

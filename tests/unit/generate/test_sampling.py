@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from leantune.errors import ConfigError
+from leantune.generate.draw import draw
 from leantune.generate.sampling import Sampling
 
 
@@ -47,3 +49,13 @@ def test_good_settings_are_kept_and_cannot_change() -> None:
     assert not Sampling().samples
     with pytest.raises(dataclasses.FrozenInstanceError):
         sampling.seed = 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_temperature_that_would_overflow_is_refused_and_the_least_one_is_greedy() -> None:
+    """Logits over 1e-60 are infinite, and one such request took its whole batch along."""
+    with pytest.raises(
+        ConfigError, match=r"temperature: 1e-60 is out of range; expected 0 \(greedy\), or 0.0001"
+    ):
+        Sampling(temperature=1e-60)
+    logits = torch.tensor([3e4, -3e4, 1e4])
+    assert draw(logits, Sampling(temperature=1e-4), torch.Generator().manual_seed(0)) == 0
