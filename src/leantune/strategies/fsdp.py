@@ -183,7 +183,7 @@ def _replicated(
     trainable: Mapping[str, nn.Parameter], new: frozenset[str], adapter: str, pinned: frozenset[str]
 ) -> tuple[frozenset[str], list[str]]:
     """Names of the trained parameters that stay whole on every rank, and the line that says so."""
-    lines = [f"{len(pinned)} parameters of the method are whole on every rank"] if pinned else []
+    lines = ["the method's own parameters are whole on every rank"] if pinned else []
     new -= pinned
     if not new:
         return pinned, lines
