@@ -20,11 +20,13 @@ def run(args: argparse.Namespace) -> int:
     """Read lines, stream answers."""
     from leantune import api
     from leantune.generate.chat import ChatSession, run_chat
+    from leantune.methods.head import refuse_writing
 
     sampling, edits = sampling_from(args), edits_from(args)
     parts = api.load(
         args.model, base=args.base, device=args.device, template=args.template, system=args.system
     ).trained
+    refuse_writing(parts.attached)
     session = ChatSession(
         parts.model,
         parts.tokenizer,

@@ -21,7 +21,17 @@ from leantune.config.axes import (
     named_strategy,
 )
 from leantune.config.objectives import NextTokenObjective, Objective
-from leantune.config.section import Betas, PositiveInt, Section, Share, Strings, as_tuple, named, named_method
+from leantune.config.section import (
+    Betas,
+    PositiveInt,
+    Section,
+    Share,
+    Strings,
+    as_tuple,
+    named,
+    named_method,
+    off_is_text,
+)
 
 
 class ModelSection(Section):
@@ -205,7 +215,9 @@ class TrainSection(Section):
         description="labelled positions per pass through the output head: logits exist for one chunk at "
         "a time, at the cost of one more product with the head; default: all at once",
     )
-    cache_frozen_prefix: Literal["auto", "memory", "disk", "off"] = Field(
+    cache_frozen_prefix: Annotated[
+        Literal["auto", "memory", "disk", "off"], BeforeValidator(off_is_text, str)
+    ] = Field(
         default="auto",
         description="keep what blocks below the lowest trained one put out in the first epoch, and skip "
         "them afterwards; auto: memory, if they are a quarter of all or more, there is a second epoch, and "

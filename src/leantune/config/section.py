@@ -36,6 +36,11 @@ def named_method(value: Any) -> Any:
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
+def off_is_text(value: Any) -> Any:
+    """YAML reads `off` as false; a choice that has the word off means the word."""
+    return "off" if value is False else value
+
+
 def as_tuple(value: Any) -> Any:
     """YAML has lists only; fields of a frozen section are tuples."""
     return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]

@@ -205,7 +205,8 @@ class AttachedReft(Attached):
         with torch.autocast(hidden.device.type, enabled=False):
             for place, module in items:
                 tokens = self._tokens(prompts, place, hidden.device)
-                if len(tokens.flat):
+                # In training a batch without such a token has gradients too, of zero: all ranks go backward.
+                if len(tokens.flat) or torch.is_grad_enabled():
                     width = hidden.shape[1]
                     flat = tokens.flat
                     at = (flat // width, flat % width) if hidden.ndim == 3 else (flat,)

@@ -88,20 +88,29 @@ def assemble(
     return run, checkpoints
 
 
-def check_positions(attached: Attached, records: EncodedRecords) -> None:
-    """A method that edits prompt tokens needs records that have some; raises `DataError` if none has."""
+def check_positions(attached: Attached, records: EncodedRecords) -> str | None:
+    """A method that edits prompt tokens needs records that have some; raises `DataError` if none has.
+
+    Returns a line if only some have.
+    """
     if attached.markers is not None and (records.marked is None or not records.marked.any()):
         opening, closing = attached.markers
         raise DataError(
             f"method {attached.name} edits what stands between {opening!r} and {closing!r} (data.markers), "
             "but no record has such a span in its prompt; mark some, or choose another method.position"
         )
-    edited = [attached.num_edited(int(length)) for length in np.unique(records.prompt_lengths)]
-    if edited and None not in edited and not any(edited):
+    lengths, counts = np.unique(records.prompt_lengths, return_counts=True)
+    edited = [attached.num_edited(int(length)) for length in lengths]
+    if None in edited:
+        return None
+    if edited and not any(edited):
         raise DataError(
-            f"method {attached.name} edits prompt tokens, but no record has a prompt of two tokens or more "
-            "(format text has none); use a format with prompts, or another method"
+            f"method {attached.name} edits no token of any record: its positions are not in the prompts, of "
+            f"{lengths.min()} to {lengths.max()} tokens. fN and lM take at most half of a prompt, so none of "
+            "one token; text has no prompt. Use another method.position, or a format with prompts"
         )
+    left = sum(int(count) for count, number in zip(counts, edited, strict=True) if number == 0)
+    return f"{left} of {len(records)} records have no prompt token at method.position" if left else None
 
 
 def load_records(folder: RunFolder) -> tuple[EncodedRecords, EncodedRecords | None]:

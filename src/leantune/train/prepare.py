@@ -55,7 +55,7 @@ def prepare_run(config: RunConfig, name: str, say: Say = print, scratch: Path | 
     config = _with_classes(config, prepared)
     plan = plan_steps(config.train, len(prepared.train), config.strategy.devices)
     _check_lengths(model_config, prepared)
-    _check_method(config, prepared)
+    _check_method(config, prepared, say)
     _describe(prepared, tokenizer, plan, config.strategy.devices, say)
     output = config.output
     folder = RunFolder.create(str(scratch) if scratch else output.dir, name, output.overwrite)
@@ -94,11 +94,13 @@ def _check_lengths(model_config: Any, prepared: PreparedData) -> None:
         )
 
 
-def _check_method(config: RunConfig, prepared: PreparedData) -> None:
+def _check_method(config: RunConfig, prepared: PreparedData, say: Say) -> None:
     """Build the model without its weights: what cannot be is told before a run is replaced."""
     precision = choose_precision(config.train.precision, torch.device(device_kind(config)))
     attached = attach_method(config, precision)[1]
-    check_positions(attached, prepared.train)
+    line = check_positions(attached, prepared.train)
+    if line is not None:
+        say(line)
     check_prefix(config.train, attached)
 
 
