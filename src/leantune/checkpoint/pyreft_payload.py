@@ -44,7 +44,10 @@ def read_state(path: Path) -> dict[str, Tensor]:
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        # torch's own words end in advice to unpickle it after all.
+        refused = isinstance(error, pickle.UnpicklingError)
+        told = (str(error) or type(error).__name__).splitlines()[0]
+        reason = "it is damaged, or holds more than tensors" if refused else told
         raise CheckpointError(
             f"{path} is no file of tensors alone, and is not unpickled: {reason}"
         ) from error
