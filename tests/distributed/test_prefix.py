@@ -114,10 +114,10 @@ def test_a_run_that_moves_to_other_devices_starts_its_files_anew(model: Path, tm
     folder = make_run(tmp_path / "moved", model, RECORDS, **settings("loreft", "disk", micro_batch_size=8))
     (tmp_path / "seen").mkdir()
     start(folder, before=observe, path=str(tmp_path / "seen"), die_at=7).wait()
-    (before,) = folder.prefix.iterdir()
+    (before,) = folder.prefix.glob("*/*")
     ranks = start(move(folder, 2), before=observe, path=str(tmp_path / "seen"), die_at=10)
     ranks.wait()
-    (after,) = folder.prefix.iterdir()
+    (after,) = folder.prefix.glob("*/*")
     assert before.name != after.name
     start(folder).finish()
     np.testing.assert_allclose(curve(single.finish()), curve(folder), rtol=1e-5)
